@@ -1,0 +1,235 @@
+"""The `crossdock` command: flags become configuration here, and only here.
+
+Heavy imports wait for the command that needs them.
+"""
+
+import logging
+import os
+import re
+import secrets
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from .core.config import EngineConfig, RouterConfig, TransferConfig, WorkerConfig
+from .core.messages import Incarnation, Role
+from .deploy.launch import USAGE_STATUS, WorkerCommand, WorkerFailed, WorkerGroup, end_with_parent
+from .deploy.model_source import ModelSource, ModelSourceError, resolve
+
+app = typer.Typer(
+    name="crossdock",
+    help="Serve large language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_bytes(text: str) -> int:
+    """``256MiB``, ``2G``, ``1048576``; raises ``typer.BadParameter``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size; write 256MiB or 2G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+Model = Annotated[str, typer.Argument(help="demo, a folder, a .gguf file, or a name on the Hugging Face hub.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(help="Port of the HTTP API; 0 lets the system choose.", min=0, max=65535)]
+ServedName = Annotated[str | None, typer.Option(help="Model name that clients see.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or auto (float32 on a CPU).")]
+BlockSize = Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)]
+KvMemory = Annotated[str, typer.Option(help="Memory of each worker's KV pool, like 256MiB or 2G.")]
+NumBlocks = Annotated[int | None, typer.Option(help="KV blocks of each pool, instead of --kv-memory.", min=2)]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.", min=2)]
+MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in one step.", min=1)]
+ChunkTokens = Annotated[int, typer.Option(help="Token budget of one step.", min=16)]
+LayerGroups = Annotated[int, typer.Option(help="In how many pushes a prompt's KV travels.", min=1)]
+PrefixCache = Annotated[bool, typer.Option(help="Reuse the KV of prompts that start alike.")]
+Transports = Annotated[str, typer.Option(help="Allowed KV transports, comma-separated.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Compute threads of each worker; the cores are divided when unset.", min=1)
+]
+
+ENGINE, TRANSFER, ROUTER = EngineConfig(), TransferConfig(), RouterConfig(model="")
+TRANSPORTS = ",".join(TRANSFER.transports)
+KV_MEMORY = f"{ENGINE.kv_bytes >> 20}MiB"
+
+
+@app.command()
+def serve(
+    model: Model,
+    prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0)] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers.", min=0)] = 1,
+    mixed: Annotated[int, typer.Option(help="Workers that do both; instead of prefill and decode workers.", min=0)] = 0,
+    host: Host = ROUTER.host,
+    port: Port = ROUTER.port,
+    served_model_name: ServedName = None,
+    dtype: Dtype = ENGINE.dtype,
+    block_size: BlockSize = ENGINE.block_size,
+    kv_memory: KvMemory = KV_MEMORY,
+    num_blocks: NumBlocks = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
+    chunk_tokens: ChunkTokens = ENGINE.chunk_tokens,
+    layer_groups: LayerGroups = ENGINE.num_layer_groups,
+    prefix_cache: PrefixCache = ENGINE.prefix_cache,
+    transports: Transports = TRANSPORTS,
+    threads: Threads = None,
+) -> None:
+    """Serve MODEL on this host: a router with an OpenAI-compatible API, and its workers.
+
+    One prefill and one decode worker unless told otherwise: `crossdock serve demo --prefill 2 --decode 2`, or
+    `crossdock serve demo --mixed 1`.
+    """
+    roles = _roles(prefill, decode, mixed)
+    flags = [
+        f"--dtype={dtype}",
+        f"--block-size={block_size}",
+        f"--kv-memory={kv_memory}",
+        f"--max-num-seqs={max_num_seqs}",
+        f"--chunk-tokens={chunk_tokens}",
+        f"--layer-groups={layer_groups}",
+        f"--{'' if prefix_cache else 'no-'}prefix-cache",
+        f"--transports={transports}",
+        f"--threads={threads or max(1, _num_cores() // len(roles))}",
+        f"--parent-pid={os.getpid()}",
+    ]
+    flags += [f"--num-blocks={num_blocks}"] if num_blocks else []
+    flags += [f"--max-model-len={max_model_len}"] if max_model_len else []
+    config = RouterConfig(model, host=host, port=port, served_model_name=served_model_name)
+    _serve(config, [(role, flags) for role in roles])
+
+
+@app.command()
+def router(
+    model: Model,
+    host: Host = ROUTER.host,
+    port: Port = ROUTER.port,
+    control_host: Annotated[
+        str, typer.Option(help="Address on which workers reach this router.")
+    ] = ROUTER.control_host,
+    control_port: Annotated[int, typer.Option(help="Port for workers; 0 lets the system choose.")] = 5570,
+    served_model_name: ServedName = None,
+) -> None:
+    """Run the router alone; workers join with `crossdock worker MODEL --router tcp://HOST:PORT`."""
+    config = RouterConfig(
+        model,
+        host=host,
+        port=port,
+        control_host=control_host,
+        control_port=control_port,
+        served_model_name=served_model_name,
+    )
+    _serve(config, [])
+
+
+@app.command()
+def worker(
+    model: Model,
+    router: Annotated[str, typer.Option(help="Control address of the router, tcp://host:port.")],
+    role: Annotated[Role, typer.Option(help="Which work the router may send here.")] = Role.MIXED,
+    host: Annotated[str, typer.Option(help="Address of this host that routers and peers can reach.")] = "127.0.0.1",
+    dtype: Dtype = ENGINE.dtype,
+    block_size: BlockSize = ENGINE.block_size,
+    kv_memory: KvMemory = KV_MEMORY,
+    num_blocks: NumBlocks = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
+    chunk_tokens: ChunkTokens = ENGINE.chunk_tokens,
+    layer_groups: LayerGroups = ENGINE.num_layer_groups,
+    prefix_cache: PrefixCache = ENGINE.prefix_cache,
+    transports: Transports = TRANSPORTS,
+    threads: Threads = None,
+    parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run one worker: an engine that reports to a router and serves what it is sent."""
+    _start_logging(f"{role.value}-{os.getpid()}")
+    if parent_pid is not None:
+        end_with_parent(parent_pid)
+    engine = EngineConfig(
+        dtype=dtype,
+        block_size=block_size,
+        kv_bytes=parse_bytes(kv_memory),
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        chunk_tokens=chunk_tokens,
+        num_layer_groups=layer_groups,
+        prefix_cache=prefix_cache,
+        num_threads=threads,
+    )
+    transfer = TransferConfig(transports=tuple(transports.split(",")))
+    config = WorkerConfig(model, router, role=role, host=host, engine=engine, transfer=transfer)
+    source = _resolve(model)
+    from .worker import Worker  # torch: only this command pays for it
+
+    try:
+        Worker(config, source.path, source.fingerprint()).run()
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
+    """Bind both ports before anything slow, start the workers, then be the router until a signal ends it."""
+    _start_logging("router")
+    from .core.mailbox import AsyncMailbox
+    from .router.server import listen, serve_router
+    from .router.text import load_text
+
+    source = _resolve(config.model)
+    try:
+        listener = listen(config.host, config.port)
+        mailbox = AsyncMailbox(config.control_host, config.control_port, Incarnation(secrets.token_hex(8)))
+    except OSError as error:
+        _fail(str(error))
+    address = f"--router={mailbox.peer.address}"
+    commands = [
+        WorkerCommand(f"{role.value} worker {number}", (config.model, f"--role={role.value}", address, *flags))
+        for number, (role, flags) in enumerate(workers)
+    ]
+    group = WorkerGroup(commands)
+    try:
+        group.start()
+        serve_router(config, listener, mailbox, load_text(source.path), group.run)
+    except* WorkerFailed as failures:
+        _fail("; ".join(str(failure) for failure in failures.exceptions))
+    finally:
+        group.stop()
+
+
+def _roles(prefill: int, decode: int, mixed: int) -> list[Role]:
+    """Raises ``typer.BadParameter`` for a set of workers that can't serve."""
+    if mixed:
+        return [Role.MIXED] * mixed
+    if not prefill or not decode:
+        raise typer.BadParameter("at least one prefill and one decode worker are needed, or --mixed 1")
+    return [Role.PREFILL] * prefill + [Role.DECODE] * decode
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _start_logging(name: str) -> None:
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+
+
+def _resolve(model: str) -> ModelSource:
+    try:
+        return resolve(model)
+    except ModelSourceError as error:
+        _fail(str(error))
+
+
+def _fail(reason: str) -> NoReturn:
+    print(f"crossdock: {reason}", file=sys.stderr)
+    raise SystemExit(USAGE_STATUS)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,76 @@
+"""Every knob, on one page. The command line (cli.py) and `LLM` fill these in; nothing reads the environment later."""
+
+from dataclasses import dataclass, field
+
+from .messages import Role
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine: its pool, its step and its limits."""
+
+    dtype: str = "auto"
+    """Weights, activations and KV: ``float32``, ``bfloat16`` or ``auto`` (float32 on a CPU)."""
+    block_size: int = 16
+    kv_bytes: int = 256 << 20
+    """Memory of the pool; ``num_blocks`` overrides it."""
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    """Longest prompt plus output; the model's own limit, capped by what the pool holds, when unset."""
+    max_num_seqs: int = 256
+    chunk_tokens: int = 512
+    """Token budget of one step, decode tokens and prompt chunks together."""
+    num_layer_groups: int = 4
+    """In how many pushes a prompt's KV travels."""
+    prefix_cache: bool = True
+    num_threads: int | None = None
+    """Compute threads; all cores when unset (``crossdock serve`` divides them among its workers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    transports: tuple[str, ...] = ("shm", "tcp")
+    """Allowed transports; a pair uses the fastest of them that passes its probe."""
+    lease_seconds: float = 10.0
+    """A lease that nobody renews for so long is ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One `crossdock worker` process."""
+
+    model: str
+    router_address: str
+    role: Role = Role.MIXED
+    host: str = "127.0.0.1"
+    """Where this worker listens, and the name others reach it by; the port is chosen by the system."""
+    cluster_key: bytes = b"crossdock"
+    """Key of the block hashes; equal in all processes of one deployment."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    heartbeat_seconds: float = 1.0
+    router_silence_seconds: float = 10.0
+    """Without a word from the router for so long, its requests are dropped: nobody would read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The `crossdock router` process."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    control_host: str = "127.0.0.1"
+    control_port: int = 0
+    """Where workers report; 0 lets the system choose."""
+    served_model_name: str | None = None
+    cluster_key: bytes = b"crossdock"
+    dead_after_seconds: float = 3.0
+    """A worker silent for so long is dead."""
+    max_attempts: int = 3
+    """How often a request that has emitted nothing may start again elsewhere."""
+    max_open_requests: int = 2048
+    """More are refused with 503 before any work."""
+    max_body_bytes: int = 32 << 20
+    """A longer HTTP request gets 413."""
+    drain_seconds: float = 30.0

@@ -1,0 +1,103 @@
+"""The protocol between the engine, which has no roles, and its two parts, which hold all policy.
+
+A step: every part plans chunks within a budget, the engine launches them together, and hands each part
+the results of its own chunks. A part changes its sequences, and says what others must know through the
+`Outbox` it was made with. It does no I/O and reads no clock: time is an argument.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from .messages import Message, Peer, Push, TokenDelta
+from .request import Request
+from .sequence import Chunk, ChunkResult, Sequence
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """What is left for one step; planning takes from it."""
+
+    num_tokens: int
+    num_sequences: int
+
+    def take(self, num_tokens: int) -> None:
+        self.num_tokens -= num_tokens
+        self.num_sequences -= 1
+
+
+class Outbox(Protocol):
+    """Where a part leaves what others must learn; the worker (or `LLM`) delivers it."""
+
+    def send(self, to: Peer, message: Message) -> None:
+        """One message to one peer; may be lost."""
+
+    def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
+        """Send KV bytes of the pool; raises `TransferFailed` when the link to the peer is down."""
+
+    def emit(self, router: Peer, delta: TokenDelta) -> None:
+        """One token to the router of its request; all of one step travel in one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A sequence whose prompt is computed and whose first token is known, passed from prefill to decode."""
+
+    sequence: Sequence
+    router: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A message as it arrived, with the bulk bytes that travelled beside it."""
+
+    sender: Peer
+    message: Message
+    payload: memoryview = memoryview(b"")
+
+
+class TransferFailed(Exception):
+    """KV could not be sent; the transfer ends without result."""
+
+
+class Part(Protocol):
+    """One half of a worker: prefill or decode."""
+
+    def handle(self, delivery: Delivery, now: float) -> bool:
+        """Take a message; false if this part has no use for its type."""
+
+    def plan(self, budget: StepBudget, now: float) -> list[Chunk]:
+        """Chunks for the next step; the sequences' tables are grown and marked when it returns."""
+
+    def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
+        """Results of this part's chunks of one finished step, in planning order."""
+
+    def layers_done(self, chunks: Seq[Chunk], group: int, now: float) -> None:
+        """The KV of layer group ``group`` of these chunks, all of this part, is written (the step may still run)."""
+
+    def sweep(self, now: float) -> None:
+        """Called every loop iteration: deadlines."""
+
+    def lose(self, peer: Peer, now: float) -> None:
+        """This incarnation is dead: end everything agreed with it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is here that a step could advance."""
+
+
+def refuse_unfit(request: Request, vocab_size: int, max_model_len: int) -> str | None:
+    """Why this worker can never serve the request, or ``None``: the last line behind the router's own door."""
+    if request.num_prompt_tokens == 0 or len(request.prompt) % 4:
+        return "the prompt is empty or not a list of 32-bit ids"
+    if request.params.max_tokens is None or request.params.seed is None:
+        return "max_tokens and seed are unset"
+    if request.max_total_tokens > max_model_len:
+        return f"prompt and max_tokens are {request.max_total_tokens} tokens, the limit is {max_model_len}"
+    ids = memoryview(request.prompt).cast("I")
+    if max(ids) >= vocab_size:
+        return f"token id {max(ids)} lies outside the vocabulary of {vocab_size}"
+    named = (*request.params.stop_token_ids, *request.params.logit_bias)
+    if any(not 0 <= token_id < vocab_size for token_id in named):
+        return f"a stop_token_ids or logit_bias id lies outside the vocabulary of {vocab_size}"
+    return None

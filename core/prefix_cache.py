@@ -1,0 +1,78 @@
+"""Which block hash lies in which block of the pool, and what the router must hear about it."""
+
+from .block_pool import BlockPool
+from .messages import CacheEvents, CacheSnapshot
+
+
+class PrefixCache:
+    """The index over the hashed blocks of one pool. It holds no references: a hash lives until its block is evicted.
+
+    With ``is_enabled`` false nothing is ever published, and so nothing matches.
+    """
+
+    def __init__(self, pool: BlockPool, is_enabled: bool = True) -> None:
+        self.is_enabled = is_enabled
+        self._pool = pool
+        self._blocks: dict[bytes, int] = {}
+        self._number = 0
+        self._stored: dict[bytes, None] = {}
+        self._evicted: dict[bytes, None] = {}
+        pool.on_evict = self._on_evict
+
+    def match(self, hashes: list[bytes]) -> list[int]:
+        """The blocks of the longest prefix of ``hashes`` that is held; takes no reference."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._blocks.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """From now on ``block``, whose KV is written, is found under ``block_hash``.
+
+        The first block of a hash wins: where two sequences computed the same, the second keeps its copy
+        for itself.
+        """
+        if not self.is_enabled or block_hash in self._blocks:
+            return
+        self._pool.set_hash(block, block_hash)
+        self._blocks[block_hash] = block
+        if block_hash in self._evicted:
+            del self._evicted[block_hash]
+        else:
+            self._stored[block_hash] = None
+
+    def _on_evict(self, block: int, block_hash: bytes) -> None:
+        assert self._blocks.pop(block_hash) == block, "the hash of a block leads back to it"
+        if block_hash in self._stored:
+            del self._stored[block_hash]
+        else:
+            self._evicted[block_hash] = None
+
+    def take_events(self) -> CacheEvents | None:
+        """What has changed since the last call, ``None`` if nothing; numbered from 1 without gaps.
+
+        A hash that came and went in between (or went and came back) is in neither list, so that the order
+        in which a receiver applies them does not matter.
+        """
+        if not self._stored and not self._evicted:
+            return None
+        self._number += 1
+        events = CacheEvents(number=self._number, stored=list(self._stored), evicted=list(self._evicted))
+        self._stored.clear()
+        self._evicted.clear()
+        return events
+
+    def snapshot(self) -> CacheSnapshot:
+        """All hashes as the last events told them; what is not told yet comes with the next ones."""
+        told = [block_hash for block_hash in self._blocks if block_hash not in self._stored]
+        return CacheSnapshot(number=self._number, hashes=told + list(self._evicted))
+
+    def check(self) -> None:
+        """Assert that the pool is sound and knows the same hashes as this index; O(num_blocks)."""
+        self._pool.check()
+        hashed = {self._pool.hash_of(block): block for block in range(self._pool.num_blocks)}
+        hashed.pop(None, None)
+        assert hashed == self._blocks, "the pool and the prefix cache disagree on a hash"

@@ -1,0 +1,136 @@
+"""One request while a worker works on it: its tokens, its blocks and how far its KV has come."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .request import Request, TokenLogprobs, unpack_ids
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Mutable state of one request on one worker, changed by the part that owns it and no one else.
+
+    Three counts say how far its KV has come, because the loop runs a step ahead of the device:
+    ``num_computed <= num_scheduled <= num_tokens``. ``num_scheduled`` tokens have their KV written
+    once all launched steps have run; ``num_computed`` have it now. ``num_pending`` (0 to 2) is the number of
+    tokens that launched steps sample and the host does not know yet; they are counted in ``num_tokens``.
+    """
+
+    request: Request
+    token_ids: list[int]
+    num_prompt: int
+    blocks: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    num_scheduled: int = 0
+    num_computed: int = 0
+    num_pending: int = 0
+    num_in_flight: int = 0
+    is_released: bool = False
+
+    @classmethod
+    def of(cls, request: Request) -> "Sequence":
+        token_ids = unpack_ids(request.prompt)
+        return cls(request, token_ids, len(token_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens, the one being sampled included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Tokens whose KV no launched step computes yet; 1 for a sequence that decodes."""
+        return self.num_tokens - self.num_scheduled
+
+    @property
+    def is_at_limit(self) -> bool:
+        """No further token may be sampled: the next step would pass ``max_tokens``."""
+        return self.num_output >= self.request.max_tokens
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Add a token; the reason if it ends the request.
+
+        A stop token below ``min_tokens`` was barred by the sampler; a stop wins over the length when
+        one token brings both.
+        """
+        self.token_ids.append(token_id)
+        if token_id in self.request.params.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) - self.num_prompt >= self.request.max_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step does for one sequence: compute the KV of ``num_tokens`` tokens from ``start`` on.
+
+    ``samples`` is true when the chunk reaches the last token, so that the step yields the next one.
+    When the last token of the chunk was sampled by the step before and is not on the host yet,
+    ``takes_pending`` is true and the executor takes it from that step on the device.
+    ``blocks`` covers positions ``0 .. start + num_tokens`` as they were when the step was planned.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    takes_pending: bool
+    blocks: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def output_index(self) -> int:
+        """Index in the output of the token that this chunk samples; seeds its random draw."""
+        return self.end - self.sequence.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What a finished step yielded for one chunk.
+
+    ``token_id`` is ``None`` if the chunk samples nothing. ``prompt_logprobs[i]`` belongs to position
+    ``chunk.start + i + 1`` and is filled only for requests that asked for it.
+    """
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def take_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
+    """Mark ``num_tokens`` further tokens of the sequence as scheduled; its blocks must hold them."""
+    start = sequence.num_scheduled
+    end = start + num_tokens
+    assert 0 < num_tokens <= sequence.num_unscheduled, "a chunk covers tokens that exist and are not computed"
+    takes_pending = end > len(sequence.token_ids)
+    samples = end == sequence.num_tokens and not sequence.is_at_limit
+    sequence.num_scheduled = end
+    sequence.num_in_flight += 1
+    sequence.num_pending += samples
+    return Chunk(sequence, start, num_tokens, samples, takes_pending, tuple(sequence.blocks))
+
+
+def settle(chunk: Chunk, result: ChunkResult) -> FinishReason | None:
+    """The inverse of `take_chunk` once the step has run: what was scheduled is computed, what was pending known."""
+    sequence = chunk.sequence
+    sequence.num_computed = chunk.end
+    if result.token_id is None:
+        return None
+    sequence.num_pending -= 1
+    return sequence.append(result.token_id)

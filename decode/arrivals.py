@@ -1,0 +1,227 @@
+"""Half-arrived requests: from a prefill worker's `Offer` to KV that is whole.
+
+The life of an arrival::
+
+    Offer ──no room yet──> queued ──room──> reserved ──every push and the Commit──> attached, handed on
+              │                                │
+              └── Abort, Cancel, dead peer ────┴──> ended; blocks that the sender may still write are quarantined
+                                                    until it says that it is quiet, or is dead
+
+The state of one transfer is the `Receiver`'s; this file gives and takes the blocks. Abort may overtake the Offer it
+is meant for, so the ids of aborted requests are remembered for a while.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.block_tables import BlockTables
+from ..core.messages import (
+    Cancel,
+    Commit,
+    Offer,
+    Peer,
+    Push,
+    Rejected,
+    Renew,
+    WorkerCard,
+)
+from ..core.part import Delivery, Handover, Outbox, refuse_unfit
+from ..core.request import RequestId, TransferId
+from ..core.sequence import Sequence
+from ..kvtransfer.lease import LeaseBook
+from ..kvtransfer.receiver import Change, Receiver, ReceiverActions, answer_unknown
+
+TOMBSTONE_SECONDS = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One offered request.
+
+    ``receiver`` exists once it has blocks. ``sequence`` owns them until it is handed on or ended; the receiver stays
+    a while longer to answer what is repeated, and as long as its blocks are quarantined.
+    """
+
+    offer: Offer
+    sender: Peer
+    sequence: Sequence | None
+    receiver: Receiver | None = None
+
+
+class Arrivals:
+    """All offered requests of one worker, in the order in which they came.
+
+    ``num_held_back()`` blocks are left free for running requests; ``attach`` takes over a request whose KV is whole.
+    """
+
+    def __init__(
+        self,
+        card: WorkerCard,
+        tables: BlockTables,
+        outbox: Outbox,
+        group_bytes: tuple[int, ...],
+        lease_seconds: float,
+        num_held_back: Callable[[], int],
+        attach: Callable[[Handover], None],
+        land: Callable[[Push, memoryview], None],
+    ) -> None:
+        self._card = card
+        self._tables = tables
+        self._outbox = outbox
+        self._group_bytes = group_bytes
+        self._lease_seconds = lease_seconds
+        self._num_held_back = num_held_back
+        self._attach = attach
+        self._land = land
+        self._leases = LeaseBook()
+        self._arrivals: dict[TransferId, Arrival] = {}
+        self._queue: list[Arrival] = []
+        self._aborted: dict[RequestId, float] = {}
+
+    @property
+    def num_arriving(self) -> int:
+        """Requests that are queued or whose KV is on its way."""
+        return sum(1 for arrival in self._arrivals.values() if arrival.sequence is not None)
+
+    def handle(self, delivery: Delivery, now: float) -> bool:
+        match delivery.message:
+            case Offer() as offer:
+                self._take(offer, delivery.sender, now)
+            case Push() | Renew() | Commit() | Cancel() as message:
+                self._advance(message, delivery, now)
+            case _:
+                return False
+        return True
+
+    def _take(self, offer: Offer, sender: Peer, now: float) -> None:
+        arrival = self._arrivals.get(offer.transfer_id)
+        if arrival is not None:
+            if arrival.receiver is not None:
+                self._act(arrival, arrival.receiver.offered(now), Delivery(sender, offer))
+            return
+        reason = refuse_unfit(offer.request, self._card.vocab_size, self._card.max_model_len)
+        if offer.request.request_id in self._aborted:
+            reason = "the request was aborted"
+        if reason is not None:
+            self._outbox.send(sender, Rejected(transfer_id=offer.transfer_id, reason=reason))
+            return
+        arrival = Arrival(offer, sender, Sequence.of(offer.request))
+        self._arrivals[offer.transfer_id] = arrival
+        self._queue.append(arrival)
+        self.reserve(now)
+
+    def reserve(self, now: float) -> None:
+        """Answer queued offers, in order, as long as there is room."""
+        while self._queue and self._reserve(self._queue[0], now):
+            self._queue.pop(0)
+
+    def _reserve(self, arrival: Arrival, now: float) -> bool:
+        """Blocks for the whole prompt: what this worker's prefix cache holds, and new ones for the rest."""
+        sequence, tables = arrival.sequence, self._tables
+        assert sequence is not None, "a queued arrival has its sequence"
+        tables.reuse(sequence, sequence.num_prompt)
+        first_missing = len(sequence.blocks)
+        missing = tables.num_missing(sequence, sequence.num_prompt)
+        if missing > tables.pool.num_available - self._num_held_back():
+            tables.reset(sequence)
+            return False
+        tables.grow(sequence, sequence.num_prompt)
+        lease = self._leases.grant(arrival.sender.incarnation, self._lease_seconds, now)
+        blocks = sequence.blocks[first_missing:]
+        arrival.receiver = Receiver(arrival.offer.transfer_id, lease, first_missing, blocks, self._group_bytes)
+        self._act(arrival, arrival.receiver.offered(now), Delivery(arrival.sender, arrival.offer))
+        return True
+
+    def _advance(self, message: Push | Renew | Commit | Cancel, delivery: Delivery, now: float) -> None:
+        if isinstance(message, Commit) and not 0 <= message.first_token_id < self._card.vocab_size:
+            return  # malformed; the lease will run out
+        arrival = self._arrivals.get(message.transfer_id)
+        if arrival is None:
+            # a push comes from a bulk address, where nobody listens for control; its commit gets the answer
+            if not isinstance(message, Push) and (answer := answer_unknown(message)):
+                self._outbox.send(delivery.sender, answer)
+        elif arrival.receiver is not None:
+            self._act(arrival, arrival.receiver.handle(delivery, now), delivery)
+        elif isinstance(message, Cancel) and delivery.sender.incarnation == arrival.sender.incarnation:
+            self._unqueue(arrival)
+
+    def _act(self, arrival: Arrival, actions: ReceiverActions, delivery: Delivery) -> None:
+        """Do what the transfer's state machine asks for."""
+        if actions.lands:
+            assert isinstance(delivery.message, Push), "only a push brings bytes"
+            self._land(delivery.message, delivery.payload)
+        if actions.change is not None:
+            self._change(arrival, actions.change)
+        for message in actions.messages:
+            self._outbox.send(arrival.sender, message)
+
+    def _change(self, arrival: Arrival, change: Change) -> None:
+        receiver, sequence, tables = arrival.receiver, arrival.sequence, self._tables
+        assert receiver is not None, "a change comes from the receiver"
+        if change is Change.END_QUARANTINE:
+            tables.pool.end_quarantine(receiver.blocks)
+            return
+        assert sequence is not None, "the blocks leave the arrival once"
+        arrival.sequence = None
+        if change is Change.ATTACH:
+            self._hand_on(sequence, arrival, receiver.first_token_id)
+            return
+        if change is Change.QUARANTINE:
+            del sequence.blocks[len(sequence.blocks) - len(receiver.blocks) :]
+            tables.pool.quarantine(receiver.blocks)
+        tables.release(sequence)
+
+    def _hand_on(self, sequence: Sequence, arrival: Arrival, first_token_id: int | None) -> None:
+        """The prompt's KV is whole: from here on the request decodes like any other."""
+        assert first_token_id is not None, "the commit brings the first token"
+        sequence.num_scheduled = sequence.num_computed = sequence.num_prompt
+        self._tables.publish(sequence)
+        if sequence.append(first_token_id) is None:
+            self._attach(Handover(sequence, arrival.offer.router))
+        else:
+            self._tables.release(sequence)
+
+    def _unqueue(self, arrival: Arrival) -> None:
+        """Forget an offer that never got blocks."""
+        self._queue.remove(arrival)
+        del self._arrivals[arrival.offer.transfer_id]
+
+    # --- ends ----------------------------------------------------------------------------------
+
+    def abort(self, request_id: RequestId, now: float) -> None:
+        """The client is gone, or the other leg failed; an offer still on its way will be rejected."""
+        self._aborted[request_id] = now + TOMBSTONE_SECONDS
+        for arrival in self._where(lambda arrival: arrival.offer.request.request_id == request_id):
+            self._revoke(arrival, "aborted by the client", now)
+
+    def lose(self, peer: Peer, now: float) -> None:
+        """A dead sender pushes no more, a dead router reads no tokens."""
+        for arrival in self._where(lambda arrival: arrival.sender == peer):
+            if arrival.receiver is None:
+                self._unqueue(arrival)
+            else:
+                self._act(arrival, arrival.receiver.lose(now), Delivery(peer, arrival.offer))
+        for arrival in self._where(lambda arrival: arrival.offer.router == peer):
+            self._revoke(arrival, "the router is gone", now)
+
+    def sweep(self, now: float) -> None:
+        """Deadlines of leases; then room that has become free goes to queued offers."""
+        for arrival in list(self._arrivals.values()):
+            if arrival.receiver is None:
+                continue
+            self._act(arrival, arrival.receiver.tick(now), Delivery(arrival.sender, arrival.offer))
+            if arrival.receiver.is_ended:
+                self._leases.end(arrival.receiver.lease)
+                del self._arrivals[arrival.offer.transfer_id]
+        self._aborted = {request_id: until for request_id, until in self._aborted.items() if until > now}
+        self.reserve(now)
+
+    def _where(self, holds: Callable[[Arrival], bool]) -> list[Arrival]:
+        return [arrival for arrival in self._arrivals.values() if holds(arrival)]
+
+    def _revoke(self, arrival: Arrival, reason: str, now: float) -> None:
+        if arrival.receiver is None:
+            self._outbox.send(arrival.sender, Rejected(transfer_id=arrival.offer.transfer_id, reason=reason))
+            self._unqueue(arrival)
+        elif arrival.sequence is not None:
+            self._act(arrival, arrival.receiver.revoke(reason, now), Delivery(arrival.sender, arrival.offer))

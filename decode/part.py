@@ -1,0 +1,130 @@
+"""The decode half of a worker. The life of a request here::
+
+    Offer ─> arrivals (KV on its way) ──Commit──┐
+                                                ├──> running ──stop or length──> gone
+    Handover (computed on this worker) ─────────┘    │     ^
+                                   gives way         v     │ room again: computes prompt and output
+                                                    preempted
+
+A running request yields a token a step. Whatever ends it frees its blocks at once, or as soon as the step on
+the device that still writes to them has ended.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from ..core.block_tables import BlockTables
+from ..core.messages import Abort, Peer, Push, TokenDelta, WorkerCard
+from ..core.part import Delivery, Handover, Outbox, StepBudget
+from ..core.request import RequestId
+from ..core.sequence import Chunk, ChunkResult, settle
+from .arrivals import Arrivals
+from .scheduler import DecodeScheduler
+
+
+class DecodePart:
+    """See the module's docstring for the life of a request.
+
+    ``land`` puts the payload of a `Push` into the pool; ``group_bytes`` are the bytes of one block's layer groups.
+    """
+
+    def __init__(
+        self,
+        card: WorkerCard,
+        tables: BlockTables,
+        outbox: Outbox,
+        group_bytes: tuple[int, ...],
+        land: Callable[[Push, memoryview], None],
+        lease_seconds: float,
+    ) -> None:
+        self._tables = tables
+        self._outbox = outbox
+        self._scheduler = DecodeScheduler(tables)
+        self._requests: dict[RequestId, Handover] = {}
+        self._arrivals = Arrivals(
+            card, tables, outbox, group_bytes, lease_seconds, lambda: self.num_held_back, self.adopt, land
+        )
+        self.num_output_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def num_held_back(self) -> int:
+        """Blocks that no newcomer, here or in the prefill part, may take."""
+        return self._scheduler.num_held_back
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that this part still owes an answer."""
+        return len(self._requests) + self.num_arriving
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_preempted(self) -> int:
+        return self._scheduler.num_preempted
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
+
+    @property
+    def num_arriving(self) -> int:
+        return self._arrivals.num_arriving
+
+    def adopt(self, handover: Handover) -> None:
+        """Take over a request whose prompt is computed and whose first token is known; one that is here is not taken twice."""
+        request_id = handover.sequence.request.request_id
+        if request_id in self._requests:
+            self._tables.release(handover.sequence)
+            return
+        self._requests[request_id] = handover
+        self._scheduler.add(handover.sequence)
+
+    def handle(self, delivery: Delivery, now: float) -> bool:
+        if isinstance(delivery.message, Abort):
+            self._arrivals.abort(delivery.message.request_id, now)
+            self._end(delivery.message.request_id)
+            return True
+        return self._arrivals.handle(delivery, now)
+
+    def plan(self, budget: StepBudget, now: float) -> list[Chunk]:
+        return self._scheduler.plan(budget)
+
+    def layers_done(self, chunks: Seq[Chunk], group: int, now: float) -> None:
+        """Nothing waits for the KV of a single layer group here."""
+
+    def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
+        for chunk, result in done:
+            request_id = chunk.sequence.request.request_id
+            handover = self._requests.get(request_id)
+            if handover is None or handover.sequence is not chunk.sequence:
+                continue  # it ended while this chunk was on the device
+            finish = settle(chunk, result)
+            self._tables.publish(chunk.sequence)
+            if result.token_id is not None:
+                self.num_output_tokens += 1
+                delta = TokenDelta(request_id, chunk.output_index, result.token_id, finish, result.logprobs)
+                self._outbox.emit(handover.router, delta)
+            if finish is not None:
+                self._end(request_id)
+
+    def sweep(self, now: float) -> None:
+        self._arrivals.sweep(now)
+
+    def lose(self, peer: Peer, now: float) -> None:
+        """Without its router nobody reads a request; a dead prefill worker matters only to what is still arriving."""
+        self._arrivals.lose(peer, now)
+        for request_id, handover in list(self._requests.items()):
+            if handover.router == peer:
+                self._end(request_id)
+
+    def _end(self, request_id: RequestId) -> None:
+        """Forget a request, if it is here, and free its blocks."""
+        if handover := self._requests.pop(request_id, None):
+            self._scheduler.remove(handover.sequence)
+            self._tables.release(handover.sequence)

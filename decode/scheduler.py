@@ -1,0 +1,101 @@
+"""Which requests decode in the next step, and who gives way when blocks run out."""
+
+from ..core.block_pool import OutOfBlocks
+from ..core.block_tables import BlockTables
+from ..core.part import StepBudget
+from ..core.sequence import Chunk, Sequence, take_chunk
+
+
+class DecodeScheduler:
+    """Continuous batching: every running request takes part in every step, oldest first.
+
+    A request holds blocks and runs, or was preempted and holds none. When one can't get its next block the
+    youngest with blocks gives way: once its step has ended it loses them, and later computes prompt and output
+    tokens again, as chunks within the step's budget. The oldest request always finds room in the end, since
+    none is longer than the pool; so every request ends.
+    """
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+        self._requests: list[Sequence] = []
+        self._giving_way: Sequence | None = None
+        self.num_preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        return sum(1 for sequence in self._requests if sequence.blocks)
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self._requests) - self.num_running
+
+    @property
+    def num_held_back(self) -> int:
+        """Blocks that newcomers must leave free: one for each running request to grow, and what the next
+        preempted request needs to come back."""
+        preempted = next((sequence for sequence in self._requests if not sequence.blocks), None)
+        to_return = self._tables.num_missing(preempted, preempted.num_tokens + 1) if preempted else 0
+        return self.num_running + to_return
+
+    @property
+    def has_work(self) -> bool:
+        return any(not sequence.is_at_limit for sequence in self._requests)
+
+    def add(self, sequence: Sequence) -> None:
+        """A newcomer whose blocks hold all but its last token; it is the youngest from now on."""
+        self._requests.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a request that ended; its blocks are the caller's affair."""
+        self._requests.remove(sequence)
+        if self._giving_way is sequence:
+            self._giving_way = None
+
+    def plan(self, budget: StepBudget) -> list[Chunk]:
+        """A token for every running request that can grow, prompt chunks for those that come back."""
+        self._preempt()
+        chunks = []
+        may_return = True
+        for sequence in self._requests:
+            if budget.num_tokens <= 0 or budget.num_sequences <= 0:
+                break
+            if sequence.is_at_limit or sequence is self._giving_way:
+                continue
+            if not sequence.blocks:
+                may_return = may_return and self._readmit(sequence)
+                if not may_return:
+                    continue
+            num_tokens = min(sequence.num_unscheduled, budget.num_tokens)
+            if self._grow(sequence, sequence.num_scheduled + num_tokens):
+                budget.take(num_tokens)
+                chunks.append(take_chunk(sequence, num_tokens))
+        if not chunks and self._giving_way is not None and self._giving_way.num_in_flight == 0:
+            return self.plan(budget)
+        return chunks
+
+    def _preempt(self) -> None:
+        """Take the blocks of the one that gives way, as soon as no step on the device writes to them."""
+        if self._giving_way is not None and self._giving_way.num_in_flight == 0:
+            self._tables.reset(self._giving_way)
+            self._giving_way = None
+            self.num_preemptions += 1
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        try:
+            self._tables.grow(sequence, num_tokens)
+        except OutOfBlocks:
+            if self._giving_way is None:
+                self._giving_way = next(other for other in reversed(self._requests) if other.blocks)
+            return False
+        return True
+
+    def _readmit(self, sequence: Sequence) -> bool:
+        """Give a preempted request the blocks for all its tokens and one more, or nothing."""
+        num_running = self.num_running
+        self._tables.reuse(sequence, sequence.num_tokens - 1)
+        missing = self._tables.num_missing(sequence, sequence.num_tokens + 1)
+        if missing > self._tables.pool.num_available - num_running:
+            self._tables.reset(sequence)
+            return False
+        self._tables.grow(sequence, sequence.num_tokens)
+        return True

@@ -1,0 +1,15 @@
+"""Blocks between workers: from the pool of the one that computed them into the pool of the one that decodes. No torch.
+
+===============  ======================================================================================
+``lease``        a promise on blocks, with its deadline and generation
+``plan``         which blocks of which layer group go where
+``sender``       one transfer as the prefill side sees it, a pure state machine
+``receiver``     one transfer as the decode side sees it, a pure state machine
+``probe``        trying the transports of a pair, borrower and lender, pure state machines
+``pool_bytes``   the memory of a pool as bytes
+``transport``    what a transport must do
+``shm``          shared memory of one host
+``tcp``          ZeroMQ frames, between any two hosts
+``links``        which transport leads to which peer; the effects of all the above
+===============  ======================================================================================
+"""

@@ -1,0 +1,253 @@
+"""Which transport leads to which decode worker: runs the probes (probe.py, loans.py) and pushes over what they found.
+
+All effects of this part of the package are here: bytes are moved, messages are sent, time is measured. One trial of a
+few MiB a `sweep` is the longest that anything here keeps the loop.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+from msgspec.structs import replace
+
+from ..core.block_pool import BlockPool, OutOfBlocks
+from ..core.mailbox import Mailbox
+from ..core.messages import (
+    Link,
+    Message,
+    Peer,
+    PeerInfo,
+    ProbeDone,
+    ProbeGrant,
+    ProbeRequest,
+    ProbeSent,
+    ProbeVerdict,
+    Push,
+    WorkerCard,
+)
+from ..core.part import Delivery, TransferFailed
+from .loans import MAX_POOL_SHARE, Lender
+from .pool_bytes import PoolBytes
+from .probe import Probe, ProbeActions, Trial, mismatch
+from .transport import POOL_WRITERS, BlockCopy, NotReachable, Transport
+
+PROBE_BYTES = 4 << 20
+DIGEST_BYTES = 32
+
+
+class Links:
+    """``me`` and ``card`` are this worker; ``send`` is its control mailbox, and like it never waits.
+
+    ``transports`` are the allowed ones, and ``card`` lists theirs. ``memory`` is what ``pool`` counts. ``clock``
+    measures the trials and must run like the ``now`` of all calls.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        card: WorkerCard,
+        transports: Sequence[Transport],
+        pool: BlockPool,
+        memory: PoolBytes,
+        send: Callable[[Peer, Message], None],
+        lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert card.num_layer_groups == len(memory.groups), "the card counts the layer groups that exist"
+        self._me = me
+        self._card = card
+        self._transports = {transport.card.name: transport for transport in transports}
+        self._pool = pool
+        self._memory = memory
+        self._send = send
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._random = np.random.default_rng()
+        self._router: Peer | None = None
+        self._workers: dict[Peer, WorkerCard] = {}
+        self._dead: set[Peer] = set()
+        self._probes: dict[Peer, Probe] = {}
+        self._refused: dict[Peer, Link] = {}
+        self._lender = Lender(pool, lease_seconds)
+
+    @property
+    def inboxes(self) -> tuple[Mailbox, ...]:
+        """Where bulk arrives, to be polled next to the control mailbox."""
+        return tuple(transport.inbox for transport in self._transports.values() if transport.inbox)
+
+    def update(self, router: Peer, workers: Iterable[PeerInfo], now: float) -> None:
+        """These workers live, says the router. It is told of all links again: it may be new, or have forgotten."""
+        self._router = router
+        present = {info.peer: info.card for info in workers if info.peer != self._me}
+        for peer in self._workers.keys() - present.keys():
+            self._lose(peer, now)
+        self._workers = present
+        self._dead -= present.keys()
+        for peer, card in present.items():
+            if self._card.role.prefills and card.role.decodes:
+                self._meet(peer, card)
+        for link in [*self._refused.values(), *(probe.link for probe in self._probes.values())]:
+            self._report(link)
+
+    def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
+        """Bring layer group ``header.group`` of own blocks to ``header.blocks``. Raises `TransferFailed`."""
+        probe = self._probes.get(to)
+        if probe is None or not probe.is_linked or probe.link is None:
+            raise TransferFailed(f"there is no link to {to.incarnation}")
+        transport = self._transports[probe.link.transport]
+        copy = BlockCopy(source_blocks, header.blocks, self._memory.groups[header.group])
+        transport.push(to, replace(header, transport=probe.link.transport), copy)
+
+    def land(self, header: Push, payload: memoryview) -> None:
+        """Bring the payload of an accepted push to its place in the pool."""
+        self._memory.land(header, payload)
+
+    def handle(self, delivery: Delivery, now: float) -> bool:
+        """A message of a probe, of either side; false for any other."""
+        sender = delivery.sender
+        match delivery.message:
+            case ProbeRequest() as request:
+                self._requested(sender, request)
+            case ProbeDone() as done:
+                self._lender.done(done.probe_id, sender)
+            case ProbeSent() as sent:
+                self._judge(sent, delivery, now)
+            case ProbeGrant() as grant:
+                self._granted(sender, grant, now)
+            case ProbeVerdict() as verdict:
+                probe = self._probes.get(sender)
+                if probe is not None:
+                    self._act(probe, probe.judged(verdict, self._clock()))
+            case _:
+                return False
+        return True
+
+    def sweep(self, now: float) -> None:
+        """Deadlines, and at most one trial; call it in every iteration of the loop."""
+        for loan in self._lender.sweep(now):
+            self._send(loan.borrower, loan.grant)
+        for probe in self._probes.values():
+            self._act(probe, probe.tick(now))
+        due = next((probe for probe in self._probes.values() if probe.trial), None)
+        if due is not None and due.trial is not None:
+            self._try(due, due.trial)
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+    def _meet(self, peer: Peer, card: WorkerCard) -> None:
+        """Probe a decode worker that is new here, unless no KV may go there at all."""
+        if peer in self._probes or peer in self._refused:
+            return
+        common = [name for name in self._transports if name in {offered.name for offered in card.transports}]
+        error = mismatch(self._card, card) or ("" if common else "no transport in common")
+        if error:
+            self._refused[peer] = Link(to=peer.incarnation, transport="", error=error)
+            return
+        block_bytes = self._card.layout.block_bytes
+        self._probes[peer] = Probe(
+            name=f"{self._me.incarnation}/{peer.incarnation}",
+            peer=peer,
+            transports=common,
+            num_blocks=max(1, min(PROBE_BYTES // block_bytes, self._pool.num_blocks // MAX_POOL_SHARE)),
+            block_bytes=block_bytes,
+            lease_seconds=self._lease_seconds,
+        )
+
+    def _lose(self, peer: Peer, now: float) -> None:
+        self._probes.pop(peer, None)
+        self._refused.pop(peer, None)
+        self._dead.add(peer)
+        self._lender.lose(peer, now)
+        for transport in self._transports.values():
+            transport.forget(peer)
+
+    def _requested(self, peer: Peer, request: ProbeRequest) -> None:
+        """Blocks lent on the late wish of a dead worker would never come back."""
+        grant = self._lender.request(request, peer) if peer not in self._dead else None
+        if grant is not None:
+            self._send(peer, grant)
+
+    def _granted(self, peer: Peer, grant: ProbeGrant, now: float) -> None:
+        probe = self._probes.get(peer)
+        if probe is None:
+            self._send(peer, ProbeDone(probe_id=grant.probe_id))
+        else:
+            self._act(probe, probe.granted(grant, now))
+
+    def _try(self, probe: Probe, trial: Trial) -> None:
+        """Push random bytes from own blocks; without free ones the trial stays due."""
+        try:
+            blocks = self._pool.take(len(trial.blocks))
+        except OutOfBlocks:
+            return
+        try:
+            begun = self._push_random(probe, trial, blocks)
+        except (NotReachable, TransferFailed) as error:
+            self._act(probe, probe.failed(str(error), self._clock()))
+        else:
+            probe.sent(begun, self._clock())
+        finally:
+            self._pool.give_back(blocks)
+
+    def _push_random(self, probe: Probe, trial: Trial, sources: list[int]) -> float:
+        """When the push began. Raises `NotReachable`, `TransferFailed`."""
+        self._open(probe.peer, trial.transport)
+        layers = self._memory.all_layers
+        payload = self._random.bytes(len(sources) * self._memory.layout.block_bytes)
+        self._memory.write(sources, layers, payload)
+        header = ProbeSent(
+            probe_id=probe.probe_id,
+            trial=trial.number,
+            transport=trial.transport,
+            num_blocks=len(sources),
+            digest=blake2b(payload, digest_size=DIGEST_BYTES).digest(),
+        )
+        begun = self._clock()
+        self._transports[trial.transport].push(probe.peer, header, BlockCopy(sources, trial.blocks, layers))
+        return begun
+
+    def _open(self, peer: Peer, name: str) -> None:
+        card = self._workers[peer]
+        address = next(offered for offered in card.transports if offered.name == name)
+        self._transports[name].open(peer, address, card.num_blocks)
+
+    def _judge(self, sent: ProbeSent, delivery: Delivery, now: float) -> None:
+        """Bring the bytes of a trial to their place if they travelled in the message, and compare what lies there."""
+        loan = self._lender.find(sent, delivery.sender.incarnation, now)
+        if loan is None:
+            return
+        begun = self._clock()
+        is_correct = self._holds(loan.blocks[: sent.num_blocks], sent, delivery.payload)
+        verdict = ProbeVerdict(
+            probe_id=sent.probe_id,
+            trial=sent.trial,
+            is_correct=is_correct,
+            check_seconds=self._clock() - begun,
+        )
+        self._send(loan.borrower, verdict)
+
+    def _holds(self, blocks: list[int], sent: ProbeSent, payload: memoryview) -> bool:
+        layers = self._memory.all_layers
+        wanted = 0 if sent.transport in POOL_WRITERS else len(blocks) * self._memory.layout.block_bytes
+        if len(payload) != wanted:
+            return False
+        if payload:
+            self._memory.write(blocks, layers, payload)
+        return blake2b(self._memory.read(blocks, layers), digest_size=DIGEST_BYTES).digest() == sent.digest
+
+    def _act(self, probe: Probe, actions: ProbeActions) -> None:
+        for message in actions.messages:
+            self._send(probe.peer, message)
+        if actions.link is None:
+            return
+        for name, transport in self._transports.items():
+            if name != actions.link.transport:
+                transport.forget(probe.peer)
+        self._report(actions.link)
+
+    def _report(self, link: Link | None) -> None:
+        if self._router is not None and link is not None:
+            self._send(self._router, link)

@@ -1,0 +1,231 @@
+"""Trying the transports from one prefill worker to one decode worker, as the prefill side sees it; pure.
+
+::
+
+    WAITING ── ProbeRequest ──> REQUESTED ── ProbeGrant ──> DUE <── ProbeVerdict ── AWAITING
+       ^                        │ asks again                 │ ─── bytes, ProbeSent ──^ │ no answer: transport failed
+       │                        │ every lease time           │                          │
+       └── none works, back-off ┴────────────────────────────┴── all trials made: ProbeDone, Link ──> LINKED
+
+The peer lends blocks (loans.py). A transport is tried `NUM_ROUNDS` times with one of them, which also warms it up,
+and as often with all of them, with fresh random bytes each time; the peer compares their digest. One wrong verdict,
+or none, rules the transport out. Its rate and latency are those of its best round, and the fastest that is left
+becomes the link. Two thirds of a lease time after its last message to the peer a probe stops using the lent blocks.
+A grant for a probe that has ended is handed back with `ProbeDone`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import Enum, auto
+from operator import attrgetter
+
+from ..core.kv_layout import KvLayout
+from ..core.messages import (
+    Link,
+    Message,
+    Peer,
+    ProbeDone,
+    ProbeGrant,
+    ProbeRequest,
+    ProbeVerdict,
+    WorkerCard,
+)
+
+NUM_ROUNDS = 3
+BACK_OFF_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+
+
+def mismatch(mine: WorkerCard, other: WorkerCard) -> str | None:
+    """The first field in which two workers differ that may not exchange KV."""
+    names = ["model", "num_layer_groups", *(f"layout.{field.name}" for field in fields(KvLayout))]
+    for name in names:
+        here, there = attrgetter(name)(mine), attrgetter(name)(other)
+        if here != there:
+            return f"{name} differs: {here} here, {there} there"
+    return None
+
+
+class ProbeState(Enum):
+    WAITING = auto()
+    REQUESTED = auto()
+    DUE = auto()
+    AWAITING = auto()
+    LINKED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Fill own blocks with random bytes, push them to ``blocks``, and say `Probe.sent` or `Probe.failed`."""
+
+    number: int
+    transport: str
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Best seconds from the start of a push to its verdict."""
+
+    one_block: float = float("inf")
+    all_blocks: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeActions:
+    """Messages to the decode worker, and the news for the router."""
+
+    messages: tuple[Message, ...] = ()
+    link: Link | None = None
+
+
+NOTHING = ProbeActions()
+
+
+class Probe:
+    """``transports`` are those that both sides have; ``num_blocks`` of ``block_bytes`` bytes are wanted, at least 1.
+
+    ``name`` makes this worker's probe ids unique.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        peer: Peer,
+        transports: Sequence[str],
+        num_blocks: int,
+        block_bytes: int,
+        lease_seconds: float,
+    ) -> None:
+        self.peer = peer
+        self.state = ProbeState.WAITING
+        self.link: Link | None = None
+        self._name = name
+        self._transports = transports
+        self._num_blocks = num_blocks
+        self._block_bytes = block_bytes
+        self._lease_seconds = lease_seconds
+        self._num_attempts = 0
+        self._next_event = 0.0
+        self._blocks: list[int] = []
+        self._trials: deque[Trial] = deque()
+        self._begun = 0.0
+        self._last_tick = 0.0
+        self._last_contact = 0.0
+        self._measured: dict[str, _Measured] = {}
+        self._errors: dict[str, str] = {}
+
+    @property
+    def probe_id(self) -> str:
+        return f"{self._name}/{self._num_attempts}"
+
+    @property
+    def is_linked(self) -> bool:
+        return self.state is ProbeState.LINKED
+
+    @property
+    def trial(self) -> Trial | None:
+        """The trial to make now."""
+        return self._trials[0] if self.state is ProbeState.DUE else None
+
+    def tick(self, now: float) -> ProbeActions:
+        """Requests, repetitions and timeouts; call it in every iteration of the loop."""
+        self._last_tick = now
+        if now < self._next_event:
+            return NOTHING
+        match self.state:
+            case ProbeState.WAITING:
+                self._num_attempts += 1
+                return self._request(now)
+            case ProbeState.REQUESTED:
+                return self._request(now)
+            case ProbeState.DUE:
+                return self._give_up("this worker had no free blocks", now)
+            case ProbeState.AWAITING:
+                return self.failed("no verdict in time", now)
+        return NOTHING
+
+    def granted(self, grant: ProbeGrant, now: float) -> ProbeActions:
+        """The peer lends blocks. A grant for an ended probe is handed back."""
+        if grant.probe_id != self.probe_id or self.state in (ProbeState.WAITING, ProbeState.LINKED):
+            return ProbeActions((ProbeDone(probe_id=grant.probe_id),))
+        if self.state is not ProbeState.REQUESTED or not grant.blocks:
+            return NOTHING
+        # The grant may have lain in the mailbox since the loop last came round (see sender.py).
+        self._last_contact = self._last_tick
+        self._blocks = grant.blocks
+        self._measured = {}
+        self._errors = {}
+        self._trials.clear()
+        for transport in self._transports:
+            for blocks in [grant.blocks[:1]] * NUM_ROUNDS + [grant.blocks] * NUM_ROUNDS:
+                self._trials.append(Trial(len(self._trials), transport, blocks))
+        return self._next_trial(now)
+
+    def sent(self, begun: float, now: float) -> None:
+        """The bytes of the trial are under way since ``begun``."""
+        self.state = ProbeState.AWAITING
+        self._begun = begun
+        self._last_contact = now
+        self._next_event = now + self._lease_seconds / 3
+
+    def failed(self, reason: str, now: float) -> ProbeActions:
+        """The transport of the current trial does not work."""
+        transport = self._trials[0].transport
+        self._errors[transport] = reason
+        self._measured.pop(transport, None)
+        self._trials = deque(trial for trial in self._trials if trial.transport != transport)
+        return self._next_trial(now)
+
+    def judged(self, verdict: ProbeVerdict, now: float) -> ProbeActions:
+        """The peer has compared; late and repeated verdicts change nothing."""
+        is_awaited = self.state is ProbeState.AWAITING and verdict.probe_id == self.probe_id
+        if not is_awaited or verdict.trial != self._trials[0].number:
+            return NOTHING
+        if not verdict.is_correct:
+            return self.failed("wrong bytes arrived", now)
+        trial = self._trials.popleft()
+        seconds = max(now - self._begun - verdict.check_seconds, 1e-9)
+        measured = self._measured.setdefault(trial.transport, _Measured())
+        if len(trial.blocks) == 1:
+            measured.one_block = min(measured.one_block, seconds)
+        if len(trial.blocks) == len(self._blocks):
+            measured.all_blocks = min(measured.all_blocks, seconds)
+        return self._next_trial(now)
+
+    def _request(self, now: float) -> ProbeActions:
+        self.state = ProbeState.REQUESTED
+        self._next_event = now + self._lease_seconds
+        return ProbeActions((ProbeRequest(probe_id=self.probe_id, num_blocks=self._num_blocks),))
+
+    def _next_trial(self, now: float) -> ProbeActions:
+        if not self._trials:
+            return self._settle(now)
+        self.state = ProbeState.DUE
+        self._next_event = self._last_contact + self._lease_seconds * 2 / 3
+        return NOTHING
+
+    def _settle(self, now: float) -> ProbeActions:
+        if not self._measured:
+            return self._give_up("; ".join(f"{name}: {why}" for name, why in self._errors.items()), now)
+        transport, best = min(self._measured.items(), key=lambda item: item[1].all_blocks)
+        rate = len(self._blocks) * self._block_bytes / best.all_blocks
+        return self._end(
+            ProbeState.LINKED,
+            Link(
+                to=self.peer.incarnation,
+                transport=transport,
+                bytes_per_second=rate,
+                latency_seconds=best.one_block,
+            ),
+        )
+
+    def _give_up(self, reason: str, now: float) -> ProbeActions:
+        self._next_event = now + BACK_OFF_SECONDS[min(self._num_attempts, len(BACK_OFF_SECONDS)) - 1]
+        return self._end(ProbeState.WAITING, Link(to=self.peer.incarnation, transport="", error=reason))
+
+    def _end(self, state: ProbeState, link: Link) -> ProbeActions:
+        self.state = state
+        self.link = link
+        self._trials.clear()
+        return ProbeActions((ProbeDone(probe_id=self.probe_id),), link)

@@ -1,0 +1,293 @@
+"""The prefill half of a worker. The life of a request here::
+
+    PrefillTask
+        │
+     waiting ──room for the whole prompt──> computing ──last chunk: first token──> kept ──Attached──> gone
+        │                                   │ first chunk: Offer                   │
+        │                                   │ each layer group: Push               │
+        └──── Abort, failure ───────────────┴──── first token ends it, Abort, ─────┘
+                                                  transfer failed
+
+When the decode side of the task is this very worker nothing is shipped: the sequence, blocks and all, changes its
+owner (`Handover`). Whatever ends a request here frees its blocks and tells the decode side at once.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from ..core.block_tables import BlockTables
+from ..core.messages import (
+    Abort,
+    Attached,
+    Offer,
+    Peer,
+    PrefillTask,
+    PromptLogprobs,
+    Rejected,
+    RequestFailed,
+    Reservation,
+    Revoke,
+    TokenDelta,
+    WorkerCard,
+)
+from ..core.part import Delivery, Handover, Outbox, StepBudget, TransferFailed, refuse_unfit
+from ..core.request import RequestId, TransferId
+from ..core.sequence import Chunk, ChunkResult, FinishReason, Sequence, settle
+from ..kvtransfer.sender import Failed, Sender, SenderActions, answer_unknown
+from .scheduler import PromptScheduler
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way through this part; ``sender`` exists from the first chunk on if its KV travels."""
+
+    task: PrefillTask
+    router: Peer
+    sequence: Sequence
+    sender: Sender | None = None
+    num_cached: int = 0
+    first_missing: int = 0
+    is_started: bool = False
+    is_computed: bool = False
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.task.request.request_id
+
+
+class PrefillPart:
+    """See the module's docstring for the life of a request.
+
+    ``hand_over`` takes a computed sequence to the decode part of this worker; ``held_back`` is the number of blocks
+    that part wants left free.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        card: WorkerCard,
+        tables: BlockTables,
+        outbox: Outbox,
+        hand_over: Callable[[Handover], None],
+        held_back: Callable[[], int],
+        lease_seconds: float,
+    ) -> None:
+        self._me = me
+        self._card = card
+        self._tables = tables
+        self._outbox = outbox
+        self._hand_over = hand_over
+        self._lease_seconds = lease_seconds
+        self._groups = card.layout.layer_groups(card.num_layer_groups)
+        self._scheduler = PromptScheduler(tables, held_back)
+        self._jobs: dict[RequestId, Job] = {}
+        self._by_transfer: dict[TransferId, Job] = {}
+        self.num_cached_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_transfers = 0
+        self.num_transfer_failures = 0
+        self.num_blocks_pushed = 0
+        self.num_blocks_skipped = 0
+        self.num_bytes_pushed = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    @property
+    def num_computing(self) -> int:
+        return sum(1 for job in self._jobs.values() if job.is_started and not job.is_computed)
+
+    @property
+    def num_kept(self) -> int:
+        """Computed prompts whose KV waits for its decode worker."""
+        return sum(1 for job in self._jobs.values() if job.is_computed)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return self._scheduler.num_queued_tokens
+
+    # --- messages ------------------------------------------------------------------------------
+
+    def handle(self, delivery: Delivery, now: float) -> bool:
+        match delivery.message:
+            case PrefillTask() as task:
+                self._take(task, delivery.sender)
+            case Abort(request_id=request_id):
+                if job := self._jobs.get(request_id):
+                    self._drop(job, "aborted by the client")
+                return False  # the decode part may hold the other leg
+            case Reservation() | Attached() | Rejected() | Revoke() as message:
+                job = self._by_transfer.get(message.transfer_id)
+                if job is not None and job.sender is not None:
+                    if isinstance(message, Reservation):
+                        job.first_missing = message.first_missing
+                    self._act(job, job.sender.handle(message, now))
+                elif answer := answer_unknown(message):
+                    self._outbox.send(delivery.sender, answer)
+            case _:
+                return False
+        return True
+
+    def _take(self, task: PrefillTask, router: Peer) -> None:
+        request_id = task.request.request_id
+        if request_id in self._jobs:
+            return
+        if reason := refuse_unfit(task.request, self._card.vocab_size, self._card.max_model_len):
+            self._report(router, task, reason, is_retryable=False)
+            return
+        job = Job(task, router, Sequence.of(task.request))
+        self._jobs[request_id] = job
+        self._by_transfer[task.transfer_id] = job
+        self._scheduler.add(job.sequence)
+
+    # --- a step --------------------------------------------------------------------------------
+
+    def plan(self, budget: StepBudget, now: float) -> list[Chunk]:
+        chunks = self._scheduler.plan(budget)
+        for chunk in chunks:
+            job = self._jobs[chunk.sequence.request.request_id]
+            if not job.is_started:
+                self._start(job, now)
+        return chunks
+
+    def _start(self, job: Job, now: float) -> None:
+        """At the first chunk: offer the KV that is going to come, and push what is cached already."""
+        job.is_started = True
+        sequence = job.sequence
+        job.num_cached = sequence.num_computed
+        self.num_prompt_tokens += sequence.num_prompt
+        self.num_cached_tokens += job.num_cached
+        if job.task.decode == self._me or job.task.request.max_tokens <= 1:
+            return
+        offer = Offer(transfer_id=job.task.transfer_id, request=job.task.request, router=job.router)
+        layout = self._card.layout
+        num_blocks = layout.num_blocks_for(sequence.num_prompt)
+        num_groups = self._card.num_layer_groups
+        job.sender = Sender(offer, num_blocks, num_groups, self._me.incarnation, self._lease_seconds)
+        self.num_transfers += 1
+        self._act(job, job.sender.start(now))
+        for group in range(num_groups):
+            self._written(job, group, job.num_cached, now)
+
+    def layers_done(self, chunks: Seq[Chunk], group: int, now: float) -> None:
+        for chunk in chunks:
+            if job := self._job_of(chunk):
+                self._written(job, group, chunk.end, now)
+
+    def _written(self, job: Job, group: int, num_tokens: int, now: float) -> None:
+        if job.sender is None:
+            return
+        is_all = num_tokens == job.sequence.num_prompt
+        layout = self._card.layout
+        num_blocks = layout.num_blocks_for(num_tokens) if is_all else num_tokens // layout.block_size
+        self._act(job, job.sender.written(group, num_blocks, now))
+
+    def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
+        for chunk, result in done:
+            if job := self._job_of(chunk):
+                finish = settle(chunk, result)
+                self._tables.publish(job.sequence)
+                if result.prompt_logprobs:
+                    self._tell_prompt_logprobs(job, chunk, result)
+                if chunk.end == job.sequence.num_prompt:
+                    self._complete(job, result, finish, now)
+
+    def _job_of(self, chunk: Chunk) -> Job | None:
+        """The job of a chunk, unless it was dropped while the chunk was on the device."""
+        job = self._jobs.get(chunk.sequence.request.request_id)
+        return job if job is not None and job.sequence is chunk.sequence else None
+
+    def _tell_prompt_logprobs(self, job: Job, chunk: Chunk, result: ChunkResult) -> None:
+        scored = PromptLogprobs(request_id=job.request_id, start=chunk.start + 1, logprobs=list(result.prompt_logprobs))
+        self._outbox.send(job.router, scored)
+
+    def _complete(self, job: Job, result: ChunkResult, finish: FinishReason | None, now: float) -> None:
+        """The prompt is computed: the first token goes to the router, the request to its decode worker."""
+        job.is_computed = True
+        if result.token_id is None:
+            finish = FinishReason.LENGTH  # max_tokens is 0: the prompt alone was wanted
+        delta = TokenDelta(job.request_id, 0, result.token_id, finish, result.logprobs, job.num_cached)
+        self._outbox.emit(job.router, delta)
+        if finish is not None:
+            self._drop(job, "the first token ended the request")
+        elif job.sender is not None:
+            assert result.token_id is not None, "a request that goes on has its first token"
+            self._act(job, job.sender.finish(result.token_id, now))
+        else:
+            self._forget(job)
+            self._hand_over(Handover(job.sequence, job.router))
+
+    # --- the transfer --------------------------------------------------------------------------
+
+    def _act(self, job: Job, actions: SenderActions) -> None:
+        """Do what the transfer's state machine asks for; its outcome ends the job."""
+        decode = job.task.decode
+        for push in actions.pushes:
+            try:
+                self._outbox.push(decode, push.header, [job.sequence.blocks[i] for i in push.source])
+            except TransferFailed as error:
+                assert job.sender is not None, "only a sender pushes"
+                self._act(job, job.sender.cancel(str(error)))
+                return
+            self.num_bytes_pushed += len(push.source) * self._group_bytes(push.header.group)
+        for message in actions.messages:
+            self._outbox.send(decode, message)
+        match actions.outcome:
+            case Failed(reason=reason):
+                self.num_transfer_failures += 1
+                self._report(job.router, job.task, reason, is_retryable=True)
+                self._forget(job)
+                self._tables.release(job.sequence)
+            case Attached():
+                self.num_blocks_skipped += job.first_missing
+                self.num_blocks_pushed += len(job.sequence.blocks) - job.first_missing
+                self._forget(job)
+                self._tables.release(job.sequence)
+
+    def _group_bytes(self, group: int) -> int:
+        layers = self._groups[group]
+        return (layers.end - layers.first) * self._card.layout.layer_bytes
+
+    def _report(self, router: Peer, task: PrefillTask, reason: str, is_retryable: bool) -> None:
+        request_id, transfer_id = task.request.request_id, task.transfer_id
+        failed = RequestFailed(request_id=request_id, transfer_id=transfer_id, reason=reason, is_retryable=is_retryable)
+        self._outbox.send(router, failed)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def sweep(self, now: float) -> None:
+        for job in list(self._jobs.values()):
+            if job.sender is not None:
+                self._act(job, job.sender.tick(now))
+
+    def lose(self, peer: Peer, now: float) -> None:
+        """A dead router reads no tokens; to a dead decode worker nothing can be shipped, and the router is told."""
+        for job in list(self._jobs.values()):
+            if job.router == peer:
+                self._drop(job, "the router is gone")
+            elif job.task.decode == peer:
+                self._drop(job, "the decode worker is gone")
+                self._report(job.router, job.task, "the decode worker is gone", is_retryable=True)
+
+    def _drop(self, job: Job, reason: str) -> None:
+        """End a request here without a word to the router."""
+        self._forget(job)
+        self._tables.release(job.sequence)
+        if job.sender is not None:
+            for message in job.sender.cancel(reason).messages:
+                self._outbox.send(job.task.decode, message)
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.request_id]
+        del self._by_transfer[job.task.transfer_id]
+        self._scheduler.remove(job.sequence)

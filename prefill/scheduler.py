@@ -1,0 +1,91 @@
+"""Which prompts are computed next: first come, first served within a priority, under a token budget."""
+
+from bisect import insort
+from collections.abc import Callable
+
+from ..core.block_tables import BlockTables
+from ..core.part import StepBudget
+from ..core.sequence import Chunk, Sequence, take_chunk
+
+
+class PromptScheduler:
+    """Cuts prompts into chunks.
+
+    A prompt starts only when the pool can hold all of it, so that prompts half done never wait for each
+    other's blocks. ``held_back()`` blocks are left to the decode part. Nobody overtakes within a priority:
+    a long prompt at the head waits for room, and those behind it wait for it.
+    """
+
+    def __init__(self, tables: BlockTables, held_back: Callable[[], int]) -> None:
+        self._tables = tables
+        self._held_back = held_back
+        self._waiting: list[Sequence] = []
+        self._computing: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._computing)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens no step computes yet, cached prefixes of waiting prompts not deducted."""
+        return sum(sequence.num_unscheduled for sequence in (*self._computing, *self._waiting))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a prompt behind those of its priority; a lower number goes first."""
+        insort(self._waiting, sequence, key=lambda waiting: waiting.request.priority)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a prompt, wherever it stands; its blocks are the caller's affair."""
+        for queue in (self._waiting, self._computing):
+            if sequence in queue:
+                queue.remove(sequence)
+
+    def plan(self, budget: StepBudget) -> list[Chunk]:
+        """Chunks of prompts under way, then of new ones, as far as budget and pool allow.
+
+        They are whole blocks, so that a block is filled in one step; a step whose budget is less takes what it gets,
+        lest running requests keep prompts waiting for ever.
+        """
+        unit = max(1, min(self._tables.block_size, budget.num_tokens))
+        chunks = [chunk for sequence in self._computing for chunk in self._cut(sequence, budget, unit)]
+        while self._waiting and budget.num_tokens >= unit and budget.num_sequences > 0:
+            sequence = self._waiting[0]
+            if not self._admit(sequence):
+                break
+            self._computing.append(self._waiting.pop(0))
+            chunks += self._cut(sequence, budget, unit)
+        self._computing = [sequence for sequence in self._computing if sequence.num_scheduled < sequence.num_prompt]
+        return chunks
+
+    def _cut(self, sequence: Sequence, budget: StepBudget, unit: int) -> list[Chunk]:
+        """At most one chunk, the rest of the prompt or a multiple of ``unit`` tokens."""
+        remaining = sequence.num_prompt - sequence.num_scheduled
+        num_tokens = min(remaining, budget.num_tokens)
+        if num_tokens < remaining:
+            num_tokens -= num_tokens % unit
+        if num_tokens <= 0 or budget.num_sequences <= 0:
+            return []
+        budget.take(num_tokens)
+        return [take_chunk(sequence, num_tokens)]
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give the prompt all its blocks, or nothing.
+
+        The last token is always computed, since its output is the first token; prompt log-probabilities need
+        every position computed.
+        """
+        wants_all = sequence.request.params.prompt_logprobs is not None
+        self._tables.reuse(sequence, 0 if wants_all else sequence.num_prompt - 1)
+        if (
+            self._tables.num_missing(sequence, sequence.num_prompt)
+            > self._tables.pool.num_available - self._held_back()
+        ):
+            self._tables.reset(sequence)
+            return False
+        self._tables.grow(sequence, sequence.num_prompt)
+        return True

@@ -1,0 +1,18 @@
+"""The router: HTTP and text on one side, workers and tokens on the other. It imports `core` only.
+
+How a request passes through, from the client to the workers and back:
+
+====================  ================================================================================
+``server``            the process: listening socket, signals, drain
+``app``               the endpoints, and what they share
+``openai_api``        the bodies of requests; ``openai_errors`` the answers that are no result
+``prepare``           a body becomes choices in tokens (``prompts``, ``sampling``, ``chat_template``)
+``text``              the model's text: ``tokenizer``, ``gguf_tokenizer``, ``detokenizer``
+``placement``         which pair of workers: a pure decision over ``fleet`` and ``prefix_map``
+``ledger``            one entry a choice: its attempts, its legs, its tokens in order
+``dispatcher``        the control plane: messages to and from workers, failures, retries
+``streams``           one request's events on their way to its client
+``output``            tokens become text (``stop_strings``); ``responses`` puts it into OpenAI's form
+``metrics``           what Prometheus reads
+====================  ================================================================================
+"""

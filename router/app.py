@@ -1,0 +1,262 @@
+"""The HTTP face of the router: OpenAI's endpoints, ``/health`` and ``/metrics``."""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+
+import orjson
+from fastapi import FastAPI, HTTPException
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..core.config import RouterConfig
+from ..core.request import Request, RequestId
+from .dispatcher import Dispatcher
+from .ledger import Failure
+from .metrics import RouterMetrics
+from .openai_api import ChatCompletionRequest, CompletionRequest
+from .openai_errors import ApiError, exception_handlers, shown
+from .prepare import Limits, PreparedRequest, prepare_chat, prepare_completion
+from .streams import ClientGone, Reply, Stream
+from .text import TextModel
+
+LONG_BODY_BYTES = 64 << 10
+"""Longer requests are tokenised in a thread; for shorter ones the switch would cost more."""
+
+CLIENT_GONE_STATUS = 499
+"""Nobody sees it."""
+
+_draw_seed = partial(secrets.randbits, 63)
+
+Prepare = Callable[[TextModel, Limits, Callable[[], int]], PreparedRequest]
+
+
+class Router:
+    """What all endpoints share, and the open streams."""
+
+    def __init__(self, config: RouterConfig, text: TextModel, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
+        self.config = config
+        self.text = text
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+        self.model_name = config.served_model_name or config.model
+        self.started_at = int(time.time())
+        self.is_draining = False
+        self._streams: set[Stream] = set()
+        self._is_quiet = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_draining and bool(self.dispatcher.fleet.pairs())
+
+    def limits(self) -> Limits:
+        """What a request may ask of the workers that are here now; raises `ApiError` 503 when none can serve."""
+        fleet = self.dispatcher.fleet
+        max_model_len, card = fleet.max_model_len(), fleet.card
+        if card is None or max_model_len == 0:
+            raise ApiError.overloaded("no pair of workers is ready")
+        return Limits(self.model_name, max_model_len, card.vocab_size)
+
+    def open_stream(self) -> Stream:
+        """A place among the open requests, given back by `close_stream`; raises `ApiError` 503."""
+        if self.is_draining:
+            raise ApiError.overloaded("the router is shutting down")
+        if len(self._streams) >= self.config.max_open_requests:
+            raise self._refusal(len(self._streams))
+        stream = Stream(self.dispatcher)
+        self._streams.add(stream)
+        return stream
+
+    def _check_room_for(self, num_choices: int) -> None:
+        """Each choice is a request to the workers; raises `ApiError`."""
+        limit, num_open = self.config.max_open_requests, len(self.dispatcher.ledger)
+        if num_choices > limit:
+            raise ApiError.invalid("n", f"{num_choices} choices are asked for, the most is {limit}.")
+        if num_open + num_choices > limit:
+            raise self._refusal(num_open)
+
+    def _refusal(self, num_open: int) -> ApiError:
+        self.metrics.counts.refusals += 1
+        return ApiError.overloaded(f"{num_open} requests are open, the most is {self.config.max_open_requests}")
+
+    def close_stream(self, stream: Stream) -> None:
+        stream.close()
+        self._streams.discard(stream)
+        if not self._streams:
+            self._is_quiet.set()
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for the open ones; those open after ``drain_seconds`` end with an error."""
+        self.is_draining = True
+        if not await self._quiet_within(self.config.drain_seconds):
+            self.stop_streams()
+            await self._quiet_within(1.0)
+
+    def stop_streams(self) -> None:
+        """End all open requests with an error."""
+        for stream in self._streams:
+            stream.stop(Failure("the router is shutting down", is_retryable=True))
+
+    def close(self) -> None:
+        """Let the workers off whatever is still open; the last thing that may send to them."""
+        for stream in list(self._streams):
+            self.close_stream(stream)
+
+    async def _quiet_within(self, seconds: float) -> bool:
+        self._is_quiet.clear()
+        if not self._streams:
+            return True
+        try:
+            await asyncio.wait_for(self._is_quiet.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def answer(self, http: HttpRequest, prepare: Prepare) -> Response:
+        """Serve one completion from its validated body to its last byte."""
+        arrived_at = time.monotonic()
+        with ExitStack() as cleanup:
+            stream = self.open_stream()
+            cleanup.callback(self.close_stream, stream)
+            prepared = await self._prepared(http, prepare)
+            self._check_room_for(len(prepared.choices))
+            stream.watch(http.receive)
+            response_id = prepared.format.id_prefix + uuid.uuid4().hex
+            stream.open(_requests(prepared, response_id), not prepared.is_stream, arrived_at)
+            form = prepared.format(prepared, response_id, int(time.time()), self._fingerprint())
+            reply = Reply(stream, prepared, self.text, form)
+            try:
+                if not prepared.is_stream:
+                    return Response(await reply.body(), media_type="application/json")
+                return EventStream(await reply.next_bytes(), reply, cleanup.pop_all())
+            except ClientGone:
+                return Response(status_code=CLIENT_GONE_STATUS)
+
+    async def _prepared(self, http: HttpRequest, prepare: Prepare) -> PreparedRequest:
+        limits = self.limits()
+        if int(http.headers.get("content-length", LONG_BODY_BYTES)) < LONG_BODY_BYTES:
+            return prepare(self.text, limits, _draw_seed)
+        return await asyncio.to_thread(prepare, self.text, limits, _draw_seed)
+
+    def _fingerprint(self) -> str:
+        """Changes with the model that serves."""
+        card = self.dispatcher.fleet.card
+        return f"fp_{card.model[:16]}" if card is not None else "fp_none"
+
+
+def _requests(prepared: PreparedRequest, response_id: str) -> list[Request]:
+    """One a choice; those of one prompt share its bytes."""
+    distinct = {id(choice.prompt): choice.prompt for choice in prepared.choices}
+    packed = {key: prompt.packed for key, prompt in distinct.items()}
+    return [
+        Request(
+            request_id=RequestId(f"{response_id}-{choice.index}"),
+            prompt=packed[id(choice.prompt)],
+            params=choice.params,
+        )
+        for choice in prepared.choices
+    ]
+
+
+class EventStream(Response):
+    """Server-sent events until the reply ends.
+
+    ``first`` was waited for, so that what fails before it has its own status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, reply: Reply, cleanup: ExitStack) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._reply = reply
+        self._cleanup = cleanup
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._cleanup:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                data = self._first
+                while data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    data = await self._reply.next_bytes()
+            except ApiError as error:
+                data = error.event()
+            except ClientGone:
+                return
+            await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+class BodyLimit:
+    """ASGI middleware: a request whose body is longer than ``max_bytes`` gets 413, read no further."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, f"the request body is longer than {self._max_bytes} bytes")
+            return message
+
+        await self._app(scope, receive_within_limit, send)
+
+
+def create_app(router: Router) -> FastAPI:
+    app = FastAPI(title="Crossdock", docs_url=None, redoc_url=None, exception_handlers=exception_handlers)
+    app.add_middleware(BodyLimit, max_bytes=router.config.max_body_bytes)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatCompletionRequest, http: HttpRequest) -> Response:
+        return await router.answer(http, partial(prepare_chat, body))
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        return await router.answer(http, partial(prepare_completion, body))
+
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_model_card(router)]})
+
+    @app.get("/v1/models/{model:path}", response_model=None)
+    async def model(model: str) -> Response:
+        if model != router.model_name:
+            raise ApiError(404, f"The model {shown(model)} does not exist.", param="model", code="model_not_found")
+        return _json(_model_card(router))
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        return Response(status_code=200 if router.is_ready else 503)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(router.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _json(content: Mapping[str, object]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _model_card(router: Router) -> dict[str, str | int]:
+    return {
+        "id": router.model_name,
+        "object": "model",
+        "created": router.started_at,
+        "owned_by": "crossdock",
+        "max_model_len": router.dispatcher.fleet.max_model_len(),
+    }

@@ -1,0 +1,281 @@
+"""The router's end of the control plane: sends requests to pairs of workers and brings back what they say.
+
+`Dispatcher.handle` takes one message, `Dispatcher.tick` the passing of time; both are synchronous.
+`Dispatcher.run` is the task that feeds them from the mailbox.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from ..core.block_hash import BlockHasher, model_root
+from ..core.config import RouterConfig
+from ..core.mailbox import AsyncMailbox
+from ..core.messages import (
+    Abort,
+    CacheEvents,
+    CacheSnapshot,
+    Heartbeat,
+    Hello,
+    Link,
+    Message,
+    Peer,
+    PromptLogprobs,
+    Refused,
+    RequestFailed,
+    SnapshotRequest,
+    TokenDelta,
+    Tokens,
+    WhoAreYou,
+)
+from ..core.part import Delivery
+from ..core.request import Request
+from .fleet import Fleet, Pair, Worker
+from .ledger import Attempt, Entry, Failure, Ledger
+from .metrics import EndReason, RouterMetrics
+from .placement import Demand, NoCapacity, Placement, place, record
+from .prefix_map import PrefixMap
+
+TICK_SECONDS = 1.0
+
+_log = logging.getLogger("crossdock.router")
+
+
+class Dispatcher:
+    """Owns the fleet, the prefix map and the ledger; the only one who sends to workers."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        mailbox: AsyncMailbox,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.fleet = Fleet(config.dead_after_seconds)
+        self.prefixes = PrefixMap()
+        self.ledger = Ledger()
+        self._config = config
+        self._mailbox = mailbox
+        self._metrics = metrics
+        self._clock = clock
+        self._num_placed = 0
+        self._ticked_at = self._told_at = clock()
+        metrics.watch(self.fleet, self.ledger, self.prefixes, lambda: mailbox.num_rejected)
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def open(self, entries: Sequence[Entry]) -> NoCapacity | None:
+        """Send all choices of one HTTP request on their way, or none of them and say why.
+
+        Choices of one prompt go to one pair, which then computes the prompt once.
+        """
+        groups: dict[tuple[bytes, bytes], list[Entry]] = {}
+        for entry in entries:
+            groups.setdefault((entry.request.prompt, entry.request.salt), []).append(entry)
+        pairs: list[Pair] = []
+        for group in groups.values():
+            placement = self._place(group)
+            if isinstance(placement, NoCapacity):
+                self._metrics.counts.refusals += 1
+                return placement
+            pairs.append(placement.pair)
+        now = self._clock()
+        for group, pair in zip(groups.values(), pairs, strict=True):
+            for entry in group:
+                self._begin(entry, pair, now)
+                self._metrics.placed(entry, now)
+        return None
+
+    def _place(self, group: Sequence[Entry], avoid: Sequence[Pair] = ()) -> Placement | NoCapacity:
+        """Choose a pair for entries of one prompt and count them in at it."""
+        request = group[0].request
+        pairs = self.fleet.pairs()
+        hashes = self._hashes(request) if len(pairs) > 1 else []
+        longest = max(entry.request.max_total_tokens for entry in group)
+        demand = Demand(request.num_prompt_tokens, longest, len(group))
+        placement = place(demand, pairs, self.prefixes.num_cached(hashes), self._num_placed, avoid)
+        if isinstance(placement, Placement):
+            self._num_placed += 1
+            record(placement, demand)
+        return placement
+
+    def _hashes(self, request: Request) -> list[bytes]:
+        card, key = self.fleet.card, self._config.cluster_key
+        assert card is not None, "there is a pair, so there are workers"
+        root = model_root(key, card.model, card.layout)
+        return BlockHasher(key, root, card.layout.block_size).hashes(request.prompt, request.salt)
+
+    def _begin(self, entry: Entry, pair: Pair, now: float) -> None:
+        self._mailbox.send(pair.prefill.peer, self.ledger.begin(entry, pair, now))
+
+    def release(self, entry: Entry, reason: EndReason) -> None:
+        """The client needs no more of this choice; both legs free what they hold. Idempotent."""
+        if self.ledger.end(entry):
+            self._abort(entry.attempt)
+            self._metrics.ended(entry, reason, self._clock())
+
+    def _abort(self, attempt: Attempt) -> None:
+        for leg in attempt.legs:
+            if self.fleet.find(leg.peer) is leg:
+                self._mailbox.send(leg.peer, Abort(request_id=attempt.request_id))
+
+    def _fail(self, entry: Entry, failure: Failure, now: float) -> None:
+        """An attempt failed: the other leg stops at once, and the request starts elsewhere or ends."""
+        if not self.ledger.end(entry):
+            return
+        self._abort(entry.attempt)
+        if failure.is_retryable and self._retry(entry, now):
+            return
+        self._metrics.ended(entry, EndReason.ERROR, now)
+        entry.sink.fail(entry, failure)
+
+    def _retry(self, entry: Entry, now: float) -> bool:
+        if not entry.can_restart or len(entry.attempts) >= self._config.max_attempts:
+            return False
+        placement = self._place([entry], avoid=[attempt.pair for attempt in entry.attempts])
+        if isinstance(placement, NoCapacity):
+            return False
+        self._metrics.counts.retries += 1
+        entry.forget_output()
+        entry.sink.restart(entry)
+        self._begin(entry, placement.pair, now)
+        return True
+
+    # --- messages ------------------------------------------------------------------------------
+
+    def handle(self, delivery: Delivery) -> None:
+        """Take one message of a worker; one that means nothing here (any more) is ignored."""
+        now, sender, message = self._clock(), delivery.sender, delivery.message
+        if isinstance(message, Hello):
+            self._on_hello(sender, message, now)
+            return
+        worker = self.fleet.heard(sender, now)
+        if worker is not None:
+            self._on_message(worker, message, now)
+        elif isinstance(message, Heartbeat):
+            self._mailbox.send(sender, WhoAreYou())
+
+    def _on_message(self, worker: Worker, message: Message, now: float) -> None:
+        match message:
+            case Tokens():
+                self._on_tokens(worker, message, now)
+            case Heartbeat():
+                self.fleet.report(worker, message.load, now)
+            case PromptLogprobs():
+                entry = self.ledger.find(message.request_id, worker.peer)
+                if entry is not None:
+                    entry.sink.emit_prompt(entry, message)
+            case RequestFailed():
+                entry = self.ledger.find(message.request_id, worker.peer)
+                if entry is not None:
+                    self._fail(entry, Failure(message.reason, message.is_retryable), now)
+            case Link():
+                self._on_link(worker, message)
+            case CacheEvents():
+                if self.prefixes.apply(worker.incarnation, message, now):
+                    self._mailbox.send(worker.peer, SnapshotRequest())
+            case CacheSnapshot():
+                self.prefixes.replace(worker.incarnation, message)
+
+    def _on_tokens(self, worker: Worker, tokens: Tokens, now: float) -> None:
+        for delta in tokens.deltas:
+            entry = self.ledger.find(delta.request_id, worker.peer)
+            if entry is None:  # its Abort was lost or is still under way
+                self._mailbox.send(worker.peer, Abort(request_id=delta.request_id))
+                continue
+            for ready in entry.accept(delta, now):
+                self._emit(entry, ready, now)
+
+    def _emit(self, entry: Entry, delta: TokenDelta, now: float) -> None:
+        self._metrics.token(entry, delta, now)
+        entry.moved_at = now
+        if entry.first_token_at is None:
+            entry.first_token_at = now
+        if entry.is_finished:
+            self.ledger.end(entry)
+            self._metrics.ended(entry, EndReason.of(delta.finish), now)
+        entry.sink.emit(entry, delta)
+
+    def _on_hello(self, sender: Peer, hello: Hello, now: float) -> None:
+        former = self.fleet.remove_former(sender)
+        answer = self.fleet.join(sender, hello.card, now)
+        if isinstance(answer, Refused):
+            _log.warning("refused %s: %s", sender.address, answer.reason)
+            self._mailbox.send(sender, answer)
+        elif answer.is_new:
+            _log.info("%s worker %s joined", hello.card.role.value, sender.address)
+            self.prefixes.add(sender.incarnation, now)
+            self._mailbox.send(sender, SnapshotRequest())
+        if former is not None or (not isinstance(answer, Refused) and answer.is_change):
+            self._broadcast(now)
+        elif not isinstance(answer, Refused):
+            self._mailbox.send(sender, self.fleet.peers())
+        if former is not None:
+            self._bury([former], now)
+
+    def _on_link(self, worker: Worker, link: Link) -> None:
+        self.fleet.link(worker, link)
+        if link.error:
+            _log.warning("no transport from %s to %s: %s", worker.peer.address, link.to, link.error)
+        else:
+            rate = link.bytes_per_second / 1e9
+            _log.info("%s reaches %s over %s at %.2f GB/s", worker.peer.address, link.to, link.transport, rate)
+
+    def _broadcast(self, now: float) -> None:
+        self._told_at = now
+        peers = self.fleet.peers()
+        for worker in self.fleet:
+            self._mailbox.send(worker.peer, peers)
+
+    def _bury(self, dead: Sequence[Worker], now: float) -> None:
+        """End what ran on workers that the fleet has removed and the others know of."""
+        for worker in dead:
+            _log.warning("worker %s is dead", worker.peer.address)
+            self._metrics.counts.deaths += 1
+            self._mailbox.forget(worker.peer)
+            self.prefixes.drop(worker.incarnation)
+        for worker in dead:
+            for entry in self.ledger.on_worker(worker):
+                self._fail(entry, Failure(f"worker {worker.peer.address} died", is_retryable=True), now)
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Once a second: the silent are dead, the lost is found, and the workers hear that the router lives.
+
+        After a pause of this process itself nobody is judged: their heartbeats may wait in the mailbox.
+        """
+        now = self._clock()
+        was_paused = now - self._ticked_at > 2 * TICK_SECONDS
+        self._ticked_at = now
+        silent = [] if was_paused else self.fleet.remove_silent(now)
+        if silent or now - self._told_at >= self._config.dead_after_seconds:
+            self._broadcast(now)
+        self._bury(silent, now)
+        for entry in self.ledger:
+            if self._is_lost(entry, now):
+                self._fail(entry, Failure("a message between router and workers was lost", is_retryable=True), now)
+
+    def _is_lost(self, entry: Entry, now: float) -> bool:
+        """A token is missing, or neither leg knows of any request, for longer than delivery takes."""
+        patience = self._config.dead_after_seconds
+        if entry.gap_since is not None and now - entry.gap_since > patience:
+            return True
+        idle = [leg.idle_since for leg in entry.attempt.legs]
+        return all(since is not None and now - max(since, entry.moved_at) > patience for since in idle)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self._keep_time())
+
+    async def _receive(self) -> None:
+        while True:
+            self.handle(await self._mailbox.receive())
+
+    async def _keep_time(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.tick()

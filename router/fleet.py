@@ -1,0 +1,197 @@
+"""The router's view of all workers: role, load, liveness, and which of them work together.
+
+Pure bookkeeping: time is an argument, and whoever calls sends the messages. A worker is known by its
+incarnation; the address is trusted only together with it, and a new incarnation at an address voids the
+old one at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..core.messages import Incarnation, Link, Peer, PeerInfo, Peers, PoolBooks, Refused, WorkerCard, WorkerLoad
+
+
+@dataclass(slots=True)
+class Unreported:
+    """What a worker was sent since its last heartbeat, so that a burst spreads before the load shows it."""
+
+    num_prompt_tokens: int = 0
+    num_sequences: int = 0
+    num_blocks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One live incarnation, equal to itself alone.
+
+    ``links`` are the decode workers that it reaches as a prefill worker; ``idle_since`` is when it first
+    reported that it holds no request.
+    """
+
+    peer: Peer
+    card: WorkerCard
+    heard_at: float
+    load: WorkerLoad
+    idle_since: float | None = None
+    links: dict[Incarnation, Link] = field(default_factory=dict)
+    unreported: Unreported = field(default_factory=Unreported)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.peer.incarnation
+
+    @property
+    def num_queued_prompt_tokens(self) -> int:
+        return self.load.num_queued_prompt_tokens + self.unreported.num_prompt_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return _num_requests(self.load) + self.unreported.num_sequences
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Free or evictable blocks that nobody was promised; below 0 when requests will wait for blocks."""
+        return self.load.books.free + self.load.books.cached - self.unreported.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two workers that can serve a request together; a mixed worker is a pair with itself."""
+
+    prefill: Worker
+    decode: Worker
+
+    @property
+    def is_one_worker(self) -> bool:
+        return self.prefill is self.decode
+
+    @property
+    def max_model_len(self) -> int:
+        return min(self.prefill.card.max_model_len, self.decode.card.max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The answer to a `Hello` that is welcome; everybody must hear of a change."""
+
+    is_new: bool
+    is_change: bool
+
+
+class Fleet:
+    """All live workers. Each method that removes a worker returns it: its requests are the caller's to end."""
+
+    def __init__(self, dead_after_seconds: float) -> None:
+        self._dead_after = dead_after_seconds
+        self._workers: dict[Incarnation, Worker] = {}
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @property
+    def card(self) -> WorkerCard | None:
+        """Of the longest-standing worker, whose model and layout are everybody's; ``None`` while the fleet is empty."""
+        return next((worker.card for worker in self), None)
+
+    def find(self, peer: Peer) -> Worker | None:
+        worker = self._workers.get(peer.incarnation)
+        return worker if worker is not None and worker.peer == peer else None
+
+    def remove_former(self, peer: Peer) -> Worker | None:
+        """The worker that an earlier incarnation at this address was: it is dead, whatever becomes of the new one."""
+        former = next((worker for worker in self if worker.peer.address == peer.address), None)
+        if former is None or former.peer == peer:
+            return None
+        self.remove(former)
+        return former
+
+    def join(self, peer: Peer, card: WorkerCard, now: float) -> Joined | Refused:
+        """A `Hello`: a new worker, a known one that repeats itself, or one that changed its role."""
+        reason = self._mismatch(peer, card)
+        if reason is not None:
+            return Refused(reason=reason)
+        known = self.find(peer)
+        if known is not None:
+            known.heard_at = now
+            is_change, known.card = known.card != card, card
+            return Joined(is_new=False, is_change=is_change)
+        load = WorkerLoad(books=PoolBooks(free=card.num_blocks, cached=0, leased=0, quarantined=0))
+        self._workers[peer.incarnation] = Worker(peer, card, now, load)
+        return Joined(is_new=True, is_change=True)
+
+    def _mismatch(self, peer: Peer, card: WorkerCard) -> str | None:
+        """Why this worker cannot exchange KV with the others, who are all alike."""
+        other = next((worker for worker in self if worker.peer != peer), None)
+        if other is None:
+            return None
+        if card.model != other.card.model:
+            return f"this fleet serves model {other.card.model!r}, not {card.model!r}"
+        if card.layout != other.card.layout:
+            return f"this fleet's KV layout is {other.card.layout}, not {card.layout}"
+        return None
+
+    def heard(self, peer: Peer, now: float) -> Worker | None:
+        """Any message is a sign of life; ``None`` if the sender is unknown."""
+        worker = self.find(peer)
+        if worker is not None:
+            worker.heard_at = now
+        return worker
+
+    def report(self, worker: Worker, load: WorkerLoad, now: float) -> None:
+        """A `Heartbeat`: its load replaces what was only assumed since the last one."""
+        if _num_requests(load):
+            worker.idle_since = None
+        elif worker.idle_since is None:
+            worker.idle_since = now
+        worker.load = load
+        worker.unreported = Unreported()
+
+    def link(self, worker: Worker, link: Link) -> None:
+        """The outcome of probing a pair; a failed probe takes back an earlier success."""
+        if link.error or link.to not in self._workers:
+            worker.links.pop(link.to, None)
+        else:
+            worker.links[link.to] = link
+
+    def remove(self, worker: Worker) -> None:
+        del self._workers[worker.incarnation]
+        for other in self:
+            other.links.pop(worker.incarnation, None)
+
+    def remove_silent(self, now: float) -> list[Worker]:
+        """The workers not heard of for ``dead_after_seconds``; they are gone from the fleet."""
+        silent = [worker for worker in self if now - worker.heard_at > self._dead_after]
+        for worker in silent:
+            self.remove(worker)
+        return silent
+
+    def pairs(self) -> list[Pair]:
+        """All pairs that take a new request now: both alive, accepting, in role and linked."""
+        return [
+            Pair(prefill, decode)
+            for prefill in self
+            if prefill.load.is_accepting and prefill.card.role.prefills
+            for decode in self._reached_by(prefill)
+            if decode.load.is_accepting and decode.card.role.decodes
+        ]
+
+    def _reached_by(self, prefill: Worker) -> Iterator[Worker]:
+        if prefill.card.role.decodes:
+            yield prefill
+        for incarnation in prefill.links:
+            if incarnation != prefill.incarnation:
+                yield self._workers[incarnation]
+
+    def max_model_len(self) -> int:
+        """The longest prompt plus output that some usable pair can hold; 0 without a pair."""
+        return max((pair.max_model_len for pair in self.pairs()), default=0)
+
+    def peers(self) -> Peers:
+        return Peers(workers=[PeerInfo(worker.peer, worker.card) for worker in self])
+
+
+def _num_requests(load: WorkerLoad) -> int:
+    return load.num_waiting + load.num_running + load.num_arriving + load.num_kept_for_decode

@@ -1,0 +1,211 @@
+"""The bodies of OpenAI's two completion endpoints, checked as far as they can be without knowing the model.
+
+Unknown fields are refused, and so are documented ones that this server does not do; nothing that could change a
+result is ignored. https://platform.openai.com/docs/api-reference/chat/create and …/completions/create; beyond those
+the sampling fields that vLLM has too (``top_k``, ``min_p``, ``min_tokens``, …).
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..core.request import MAX_LOGPROBS
+from .openai_errors import encodable
+
+MAX_CHOICES = 128
+"""Of one prompt."""
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 1024
+MAX_BIASED_IDS = 1024
+MAX_LEGACY_LOGPROBS = 5
+
+NonNegative = Annotated[int, Field(ge=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+LogitBias = Annotated[dict[str, Bias], Field(max_length=MAX_BIASED_IDS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompt = str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+
+Unsupported = dict[str, tuple[JsonValue, ...]]
+"""Fields that this server does not do, with the values that ask for nothing."""
+
+
+class Body(BaseModel):
+    """No type is bent into another, no field is unknown, no number is infinite."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class CompletionFields(Body):
+    """What both endpoints take. ``None`` is the same as absent, and means the model's or OpenAI's default."""
+
+    unsupported: ClassVar[Unsupported] = {}
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Share | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: LogitBias | None = None
+
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
+    min_tokens: NonNegative | None = None
+    ignore_eos: bool | None = None
+
+    user: str | None = None
+    """This and the following have no effect on the result, by definition."""
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        _check_encodable(data)
+        for name in cls.unsupported.keys() & data.keys():
+            if data[name] not in cls.unsupported[name]:
+                raise _refusal(name, f"'{name}' is not supported by this server")
+        return {name: value for name, value in data.items() if name not in cls.unsupported}
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _refusal("stream_options", "'stream_options' is only allowed when 'stream' is true")
+        return self
+
+
+def _refusal(field: str, reason: str) -> PydanticCustomError:
+    """``field`` is at fault, of those that the raising validator sees."""
+    return PydanticCustomError("refused", "{reason}", {"field": field, "reason": reason})
+
+
+def _check_encodable(data: dict[str, Any]) -> None:
+    """Raises for lone surrogates and for numbers beyond 64 bits, which no other process could be told."""
+    for name, value in data.items():
+        try:
+            orjson.dumps({name: value})
+        except orjson.JSONEncodeError as error:
+            field = encodable(name)
+            raise _refusal(field, f"'{field}' holds what cannot be encoded ({error})") from None
+
+
+class CompletionRequest(CompletionFields):
+    """``POST /v1/completions``."""
+
+    unsupported: ClassVar[Unsupported] = {"suffix": (None,)}
+
+    prompt: Prompt
+    max_tokens: NonNegative | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise _refusal("best_of", f"'best_of' is only supported where it equals 'n' ({self.n or 1})")
+        return self
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(Body):
+    id: str | None = None
+    index: int | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One turn. The fields that may only be empty are what OpenAI's own answers carry when they are sent back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        may_be_empty = self.role == "assistant" and (self.tool_calls or self.refusal)
+        if self.content is None and not may_be_empty:
+            raise _refusal("content", f"a message of role '{self.role}' needs 'content'")
+        return self
+
+
+class ChatCompletionRequest(CompletionFields):
+    """``POST /v1/chat/completions``."""
+
+    unsupported: ClassVar[Unsupported] = {
+        "tools": (None, []),
+        "tool_choice": (None, "none"),
+        "parallel_tool_calls": (None,),
+        "functions": (None, []),
+        "function_call": (None, "none"),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "reasoning_effort": (None,),
+        "verbosity": (None,),
+        "web_search_options": (None,),
+        "store": (None, False),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _refusal("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise _refusal(
+                "continue_final_message", "exclude each other: 'continue_final_message', 'add_generation_prompt'"
+            )
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise _refusal("max_tokens", "'max_tokens' and 'max_completion_tokens' differ")
+        return self

@@ -1,0 +1,158 @@
+"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``.
+
+https://platform.openai.com/docs/guides/error-codes
+"""
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from reprlib import Repr
+from typing import Any
+
+import orjson
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+_shortened = Repr()
+_shortened.maxstring = _shortened.maxother = 80
+
+
+class ApiError(Exception):
+    """An answer that is no result. ``param`` names the field at fault, ``retry_after`` is in seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @classmethod
+    def invalid(cls, param: str | None, message: str, code: str | None = None) -> "ApiError":
+        return cls(400, message, param=param, code=code)
+
+    @classmethod
+    def overloaded(cls, message: str, retry_after: int = 1) -> "ApiError":
+        return cls(503, message, type=SERVER_ERROR, code="overloaded", retry_after=retry_after)
+
+    @classmethod
+    def internal(cls, message: str) -> "ApiError":
+        return cls(500, message, type=SERVER_ERROR)
+
+    def body(self) -> bytes:
+        texts = (self.message, self.type, self.param, self.code)
+        message, kind, param, code = (text and encodable(text) for text in texts)
+        return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+    def event(self) -> bytes:
+        """The last event of a stream that fails; no ``[DONE]`` follows."""
+        return b"data: " + self.body() + b"\n\n"
+
+    def response(self) -> Response:
+        headers = None if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return Response(self.body(), self.status, headers, "application/json")
+
+
+def encodable(text: str) -> str:
+    """Lone surrogates, which a client's JSON may smuggle in, become question marks."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def shown(value: object) -> str:
+    """A client's value as a message may quote it, however long it is."""
+    return _shortened.repr(value)
+
+
+Problem = Mapping[str, Any]
+"""One of pydantic's ``errors()``."""
+
+
+def of_validation(problems: Sequence[Problem]) -> ApiError:
+    """pydantic's problems with one body, told by the first field that has any.
+
+    For a field that may have several types pydantic reports what is wrong with it as each of them; the problem that
+    lies deepest belongs to the type that was meant.
+    """
+    top = _path(problems[0])[:1]
+    same_field = [problem for problem in problems if _path(problem)[:1] == top]
+    worst = max(same_field, key=lambda problem: len(_path(problem)))
+    param = ".".join(_path(worst)) or None
+    match worst["type"]:
+        case "json_invalid":
+            return ApiError.invalid(None, f"The request body is no valid JSON: {worst['ctx']['error']}.")
+        case "extra_forbidden":
+            return ApiError.invalid(param, f"Unknown parameter: '{param}'.", "unknown_parameter")
+        case "missing":
+            return ApiError.invalid(
+                param, f"Missing required parameter: '{param}'." if param else "The body is missing."
+            )
+        case "refused":
+            return ApiError.invalid(param, f"{worst['msg']}.")
+    reasons = dict.fromkeys(str(problem["msg"]) for problem in same_field if _path(problem) == _path(worst))
+    return ApiError.invalid(
+        param, f"Invalid '{param or 'body'}': {', or '.join(reasons)}. Got {shown(worst['input'])}."
+    )
+
+
+def _path(problem: Problem) -> list[str]:
+    """``["messages", "0", "content"]``, without pydantic's names for the types of a union.
+
+    A check of several fields together names the one at fault itself.
+    """
+    place = [part for part in problem["loc"] if part != "body"]
+    if problem["type"] == "extra_forbidden":
+        return [*_fields(place[:-1]), str(place[-1])]
+    field = problem.get("ctx", {}).get("field")
+    return [*_fields(place), *([field] if field else [])]
+
+
+def _fields(place: Sequence[str | int]) -> list[str]:
+    return [str(part) for part in place if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)]
+
+
+_TYPE_NAMES = {"str", "int", "float", "bool", "none", "TextPart"}
+
+
+async def _answer_api_error(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+async def _answer_validation(request: Request, error: RequestValidationError) -> Response:
+    return of_validation(error.errors()).response()
+
+
+async def _answer_http(request: Request, error: HTTPException) -> Response:
+    kind = INVALID_REQUEST if error.status_code < 500 else SERVER_ERROR
+    response = ApiError(error.status_code, str(error.detail), type=kind).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_fault(request: Request, error: Exception) -> Response:
+    """The server logs the fault itself; the client is not told its inside."""
+    return ApiError.internal("The server had an error while processing the request.").response()
+
+
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
+
+exception_handlers: dict[int | type[Exception], Handler] = {
+    ApiError: _answer_api_error,
+    RequestValidationError: _answer_validation,
+    HTTPException: _answer_http,
+    Exception: _answer_fault,
+}
+"""For ``FastAPI(exception_handlers=…)``: every error in OpenAI's form, and 400 where FastAPI would say 422."""

@@ -1,0 +1,176 @@
+"""One choice of one HTTP request: what a worker is asked for, and from its tokens what the client is shown."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..core.messages import TokenDelta
+from ..core.request import SamplingParams, TokenLogprobs, pack_ids
+from ..core.sequence import FinishReason
+from .detokenizer import Detokenizer
+from .stop_strings import Scanned, StopScanner
+from .text import TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt in tokens, and the text that an echo shows; the first ``num_added`` tokens are the tokenizer's own."""
+
+    token_ids: list[int]
+    text: str
+    num_added: int = 0
+
+    @property
+    def packed(self) -> bytes:
+        return pack_ids(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``params`` is complete, as a worker needs it; ``stop`` are the strings that end the output, watched here.
+
+    Choices of the same prompt share one `PreparedPrompt`.
+    """
+
+    index: int
+    prompt: PreparedPrompt
+    params: SamplingParams
+    stop: tuple[str, ...] = ()
+    echo: bool = False
+    is_stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """``text`` is for display, ``piece`` the bytes it stands for."""
+
+    text: str
+    piece: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """One position with its logprob and alternatives; ``logprob`` is ``None`` for the first token of a prompt.
+
+    ``offset`` counts the characters of the choice's text before it.
+    """
+
+    text: str
+    piece: bytes
+    logprob: float | None
+    top: tuple[ScoredToken, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one token adds for the client. ``entries`` is empty unless logprobs were asked for."""
+
+    text: str = ""
+    entries: tuple[TokenEntry, ...] = ()
+    finish: FinishReason | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.text and not self.entries and self.finish is None
+
+
+class OutputAssembler:
+    """Fed with the tokens of one choice in order, each once, until `finish` is set.
+
+    With an echo the prompt is part of the first delta. Logprobs come with their token even while its text is
+    held back, and there is one for each token counted in `num_output`, the one that stops included.
+    """
+
+    def __init__(self, text: TextModel, choice: Choice) -> None:
+        self._text = text
+        self._choice = choice
+        self._detokenizer = Detokenizer(text.token_bytes, choice.prompt.token_ids)
+        self._scanner = StopScanner(choice.stop)
+        self._prompt_logprobs: dict[int, TokenLogprobs] = {}
+        self._num_chars = len(choice.prompt.text) if choice.echo else 0
+        """Of the text before the next token, shown or held back."""
+        self._is_opened = not choice.echo
+        self._kept: list[OutputDelta] = []
+        self.num_output = 0
+        self.cached_tokens = 0
+        self.finish: FinishReason | None = None
+
+    @property
+    def choice(self) -> Choice:
+        return self._choice
+
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Those of prompt positions ``start`` and following, before the first token."""
+        self._prompt_logprobs.update(enumerate(logprobs, start))
+
+    def feed(self, delta: TokenDelta) -> OutputDelta:
+        assert self.finish is None, "no token follows the end"
+        if delta.index == 0:
+            self.cached_tokens = delta.cached_tokens
+        entry = self._entry(delta)
+        scanned = self._scan(delta)
+        self.finish = FinishReason.STOP if scanned.is_stopped else delta.finish
+        output = OutputDelta(scanned.text, (entry,) if entry is not None else (), self.finish)
+        if not self._is_opened:
+            self._is_opened = True
+            output = OutputDelta(
+                self._choice.prompt.text + output.text, (*self._prompt_entries(), *output.entries), output.finish
+            )
+        if not self._choice.is_stream:
+            self._kept.append(output)
+        return output
+
+    @property
+    def output(self) -> OutputDelta:
+        """All of it, once finished; kept only for choices that are not streamed."""
+        assert self.finish is not None, "a body is built from whole outputs"
+        text = "".join(delta.text for delta in self._kept)
+        return OutputDelta(text, tuple(entry for delta in self._kept for entry in delta.entries), self.finish)
+
+    def _scan(self, delta: TokenDelta) -> Scanned:
+        """Text of one token and, at the end, of everything held back. A stop token's own text is not shown."""
+        token_id = delta.token_id
+        text = ""
+        if token_id is not None:
+            self.num_output += 1
+            if delta.finish is not FinishReason.STOP:
+                text = self._detokenizer.feed(token_id)
+        if delta.finish is not None:
+            text += self._detokenizer.flush()
+        self._num_chars += len(text)
+        scanned = self._scanner.feed(text, may_stop=delta.index >= self._choice.params.min_tokens)
+        if delta.finish is None or scanned.is_stopped:
+            return scanned
+        return Scanned(scanned.text + self._scanner.flush())
+
+    def _entry(self, delta: TokenDelta) -> TokenEntry | None:
+        """Made before the token's text is counted."""
+        if delta.logprobs is None or delta.token_id is None:
+            return None
+        return self._scored(delta.token_id, delta.logprobs, self._num_chars)
+
+    def _prompt_entries(self) -> Iterator[TokenEntry]:
+        if self._choice.params.prompt_logprobs is None:
+            return
+        prompt = self._choice.prompt
+        detokenizer = Detokenizer(self._text.token_bytes, skips_special=False)
+        num_chars = 0
+        for position, token_id in enumerate(prompt.token_ids):
+            offset = min(num_chars, len(prompt.text))
+            if position == 0:
+                yield TokenEntry(
+                    self._text.token_text(token_id), self._text.token_bytes.piece(token_id), None, (), offset
+                )
+            else:
+                yield self._scored(token_id, self._prompt_logprobs[position], offset)
+            if position >= prompt.num_added:
+                num_chars += len(detokenizer.feed(token_id))
+
+    def _scored(self, token_id: int, logprobs: TokenLogprobs, offset: int) -> TokenEntry:
+        tokens, text = self._text.token_bytes, self._text
+        top = tuple(
+            ScoredToken(text.token_text(i), tokens.piece(i), logprob)
+            for i, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        )
+        return TokenEntry(text.token_text(token_id), tokens.piece(token_id), logprobs.token_logprob, top, offset)

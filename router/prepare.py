@@ -1,0 +1,131 @@
+"""From the body of a request to the choices that workers are asked for.
+
+Pure: what it needs of the world, the limits of the workers and random seeds, are arguments. Whatever cannot be served
+is refused here with an `ApiError` that names the field, so that nothing behind this door meets an id outside the
+vocabulary or a request longer than the pool.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ..core.request import SamplingParams
+from .openai_api import ChatCompletionRequest, CompletionFields, CompletionRequest
+from .openai_errors import ApiError, shown
+from .output import Choice, PreparedPrompt
+from .prompts import chat_prompt, completion_prompts
+from .responses import ChatFormat, CompletionFormat, ResponseFormat
+from .sampling import check_ids, choice_seed, sampling_params
+from .text import TextModel
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""``max_tokens`` of ``/v1/completions`` where the client says nothing, as at OpenAI."""
+
+DrawSeed = Callable[[], int]
+"""A source of random seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the workers allow: tokens of prompt and output together, ids below ``vocab_size``."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """``choices`` are in the order of their index: all of the first prompt, then all of the second, …"""
+
+    model_name: str
+    choices: tuple[Choice, ...]
+    is_stream: bool
+    includes_usage: bool
+    format: type[ResponseFormat]
+
+
+def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed) -> PreparedRequest:
+    """Raises `ApiError`. Without ``max_tokens`` the output may fill the model."""
+    _check_model(body, limits)
+    prompt = chat_prompt(body, text)
+    params = replace(
+        sampling_params(body, text, limits.vocab_size),
+        max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    params = _fitted(params, prompt, limits.max_model_len, limits, "messages")
+    choices = _choices(body, prompt, params, draw_seed)
+    return _prepared(body, choices, limits, ChatFormat)
+
+
+def prepare_completion(
+    body: CompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed
+) -> PreparedRequest:
+    """Raises `ApiError`."""
+    _check_model(body, limits)
+    params = replace(
+        sampling_params(body, text, limits.vocab_size),
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    choices: list[Choice] = []
+    for prompt in completion_prompts(body, text, limits.vocab_size):
+        fitted = _fitted(params, prompt, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
+        choices += _choices(body, prompt, fitted, draw_seed, first=len(choices), echo=bool(body.echo))
+    return _prepared(body, choices, limits, CompletionFormat)
+
+
+def _check_model(body: CompletionFields, limits: Limits) -> None:
+    if body.model is not None and body.model != limits.model_name:
+        raise ApiError(404, f"The model {shown(body.model)} does not exist.", param="model", code="model_not_found")
+
+
+def _fitted(
+    params: SamplingParams, prompt: PreparedPrompt, default_max_tokens: int, limits: Limits, field: str
+) -> SamplingParams:
+    """With ``max_tokens`` settled; raises `ApiError` where prompt and output do not fit the model."""
+    num_prompt = len(prompt.token_ids)
+    if num_prompt == 0:
+        raise ApiError.invalid(field, f"Invalid '{field}': the prompt is empty, it has no tokens.")
+    check_ids(field, prompt.token_ids, limits.vocab_size)
+    room = limits.max_model_len - num_prompt
+    max_tokens = max(1, min(default_max_tokens, room)) if params.max_tokens is None else params.max_tokens
+    if max_tokens > room:
+        raise ApiError.invalid(
+            field,
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
+            f"{num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion).",
+            "context_length_exceeded",
+        )
+    if params.min_tokens > max_tokens:
+        raise ApiError.invalid(
+            "min_tokens", f"Invalid 'min_tokens': {params.min_tokens} is more than 'max_tokens', which is {max_tokens}."
+        )
+    return replace(params, max_tokens=max_tokens)
+
+
+def _choices(
+    body: CompletionFields,
+    prompt: PreparedPrompt,
+    params: SamplingParams,
+    draw_seed: DrawSeed,
+    first: int = 0,
+    echo: bool = False,
+) -> list[Choice]:
+    """The ``n`` choices of one prompt, numbered from ``first``; with a seed equal prompts get equal choices."""
+    seed = draw_seed() if body.seed is None else body.seed
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return [
+        Choice(first + k, prompt, replace(params, seed=choice_seed(seed, k)), stop, echo, bool(body.stream))
+        for k in range(body.n or 1)
+    ]
+
+
+def _prepared(
+    body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: type[ResponseFormat]
+) -> PreparedRequest:
+    includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return PreparedRequest(limits.model_name, tuple(choices), bool(body.stream), includes_usage, format)

@@ -1,0 +1,169 @@
+"""Results in OpenAI's wire format: one JSON body, or server-sent events written by hand around the text.
+
+`ChatFormat` and `CompletionFormat` do the same for the two endpoints; which of them a request needs is settled when it
+is prepared.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import orjson
+
+from .output import OutputAssembler, OutputDelta, ScoredToken, TokenEntry
+
+if TYPE_CHECKING:
+    from .prepare import PreparedRequest
+
+DONE = b"data: [DONE]\n\n"
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks (OpenAI's own value)."""
+
+Json = dict[str, object]
+
+
+class ResponseFormat(ABC):
+    """One answer. ``created`` is in seconds since 1970; ``fingerprint`` changes with what computes the results."""
+
+    id_prefix: ClassVar[str]
+    body_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, prepared: "PreparedRequest", response_id: str, created: int, fingerprint: str) -> None:
+        self._head: Json = {
+            "id": response_id,
+            "object": self.body_object,
+            "created": created,
+            "model": prepared.model_name,
+            "system_fingerprint": fingerprint,
+        }
+        chunk_head = orjson.dumps({**self._head, "object": self.chunk_object})
+        self._chunk_start = b"data: " + chunk_head[:-1] + b',"choices":'
+        self._chunk_end = (b',"usage":null' if prepared.includes_usage else b"") + b"}\n\n"
+
+    def opening(self, index: int) -> bytes:
+        """What the first chunk of this choice is preceded by."""
+        return b""
+
+    def chunk(self, index: int, delta: OutputDelta) -> bytes:
+        """One event; nothing for a delta that shows nothing."""
+        if delta.is_empty:
+            return b""
+        finish = b"null" if delta.finish is None else b'"%b"' % delta.finish.encode()
+        logprobs = orjson.dumps(self._logprobs(delta.entries)) if delta.entries else b"null"
+        return self._event(
+            b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (index, self._text_member(delta), logprobs, finish)
+        )
+
+    def usage_chunk(self, assemblers: Sequence[OutputAssembler]) -> bytes:
+        """The last chunk, without choices."""
+        return self._chunk_start + b'[],"usage":' + orjson.dumps(usage_of(assemblers)) + b"}\n\n"
+
+    def body(self, assemblers: Sequence[OutputAssembler]) -> bytes:
+        """The whole answer; every choice must be finished."""
+        choices = [
+            {
+                "index": assembler.choice.index,
+                **self._message(assembler.output),
+                "logprobs": self._logprobs(assembler.output.entries) if assembler.output.entries else None,
+                "finish_reason": assembler.finish,
+            }
+            for assembler in assemblers
+        ]
+        return orjson.dumps({**self._head, "choices": choices, "usage": usage_of(assemblers)})
+
+    def _event(self, choice: bytes) -> bytes:
+        return self._chunk_start + b"[" + choice + b"]" + self._chunk_end
+
+    @abstractmethod
+    def _text_member(self, delta: OutputDelta) -> bytes:
+        """The member of a streamed choice that holds the text."""
+
+    @abstractmethod
+    def _message(self, output: OutputDelta) -> Json:
+        """The members of a whole choice that hold the text."""
+
+    @abstractmethod
+    def _logprobs(self, entries: Iterable[TokenEntry]) -> Json: ...
+
+
+class ChatFormat(ResponseFormat):
+    """https://platform.openai.com/docs/api-reference/chat/object"""
+
+    id_prefix = "chatcmpl-"
+    body_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> bytes:
+        return self._event(
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+        )
+
+    def _text_member(self, delta: OutputDelta) -> bytes:
+        return b'"delta":{"content":%b}' % orjson.dumps(delta.text) if delta.text or delta.entries else b'"delta":{}'
+
+    def _message(self, output: OutputDelta) -> Json:
+        return {"message": {"role": "assistant", "content": output.text, "refusal": None}}
+
+    def _logprobs(self, entries: Iterable[TokenEntry]) -> Json:
+        content = [
+            {**_chat_token(entry), "top_logprobs": [_chat_token(token) for token in entry.top]} for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionFormat(ResponseFormat):
+    """https://platform.openai.com/docs/api-reference/completions/object"""
+
+    id_prefix = "cmpl-"
+    body_object = chunk_object = "text_completion"
+
+    def _text_member(self, delta: OutputDelta) -> bytes:
+        return b'"text":%b' % orjson.dumps(delta.text)
+
+    def _message(self, output: OutputDelta) -> Json:
+        return {"text": output.text}
+
+    def _logprobs(self, entries: Iterable[TokenEntry]) -> Json:
+        entries = list(entries)
+        return {
+            "tokens": [entry.text for entry in entries],
+            "token_logprobs": [None if entry.logprob is None else _finite(entry.logprob) for entry in entries],
+            "top_logprobs": [_legacy_top(entry) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+
+def usage_of(assemblers: Iterable[OutputAssembler]) -> Json:
+    """A prompt counts once however many choices it has, and as cached what was there when its first choice came."""
+    prompts: dict[int, list[OutputAssembler]] = {}
+    num_output = 0
+    for assembler in assemblers:
+        num_output += assembler.num_output
+        prompts.setdefault(id(assembler.choice.prompt), []).append(assembler)
+    num_prompt = sum(len(of_prompt[0].choice.prompt.token_ids) for of_prompt in prompts.values())
+    num_cached = sum(min(assembler.cached_tokens for assembler in of_prompt) for of_prompt in prompts.values())
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def _chat_token(token: ScoredToken | TokenEntry) -> Json:
+    assert token.logprob is not None, "only a prompt's first token has none, and a chat shows no prompt"
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.piece)}
+
+
+def _legacy_top(entry: TokenEntry) -> dict[str, float] | None:
+    """The alternatives and the token itself, by text; of tokens with the same text the likeliest."""
+    if entry.logprob is None:
+        return None
+    top = {token.text: _finite(token.logprob) for token in reversed(entry.top)}
+    return top if entry.text in top else {**top, entry.text: _finite(entry.logprob)}

@@ -1,0 +1,198 @@
+"""One HTTP request between the dispatcher and its client: `Stream` carries events, `Reply` turns them into bytes.
+
+The dispatcher puts events in; the request's own task takes all that have come at once, so that what is
+ready travels in one write, and a fault in one request's text stays with that request.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.types import Receive
+
+from ..core.messages import PromptLogprobs, TokenDelta
+from ..core.request import Request
+from .dispatcher import Dispatcher
+from .ledger import Entry, Failure
+from .metrics import EndReason
+from .openai_errors import ApiError
+from .output import OutputAssembler
+from .placement import NoCapacity
+from .prepare import PreparedRequest
+from .responses import DONE, ResponseFormat
+from .text import TextModel
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    choice: int
+    delta: TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    choice: int
+    part: PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    choice: int
+
+
+Event = Emitted | PromptScored | Restarted | Failure
+
+
+class Stream:
+    """The entries of one HTTP request, the events that have come for them, and their common end."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._entries: list[Entry] = []
+        self._events: list[Event] = []
+        self._wake: asyncio.Future[None] | None = None
+        self._is_left = False
+        self._watch: asyncio.Task[None] | None = None
+
+    def open(self, requests: Sequence[Request], may_restart: bool, arrived_at: float) -> None:
+        """Raises `ApiError` 503 when no pair of workers takes the request."""
+        entries = [Entry(request, choice, self, arrived_at, may_restart) for choice, request in enumerate(requests)]
+        outcome = self._dispatcher.open(entries)
+        if isinstance(outcome, NoCapacity):
+            raise ApiError.overloaded(outcome.reason)
+        self._entries = entries
+
+    def watch(self, receive: Receive) -> None:
+        """Notice the client's leaving; the request's body must have been read."""
+        self._watch = asyncio.create_task(self._leave_with_client(receive))
+
+    async def _leave_with_client(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._is_left = True
+        self._wake_reader()
+
+    async def next_events(self) -> list[Event]:
+        """All that has come since the last call, at least one; raises `ClientGone`."""
+        if not self._events and not self._is_left:
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        if self._is_left:
+            raise ClientGone
+        events, self._events = self._events, []
+        return events
+
+    def end_choice(self, choice: int) -> None:
+        """A stop string was seen: the workers need not go on."""
+        self._dispatcher.release(self._entries[choice], EndReason.STOP)
+
+    def stop(self, failure: Failure) -> None:
+        """Let the client read why it gets no more, and then close."""
+        self._put(failure)
+
+    def close(self) -> None:
+        """End whatever still runs; called once the client has its answer, an error, or is gone."""
+        if self._watch is not None:
+            self._watch.cancel()
+        for entry in self._entries:
+            self._dispatcher.release(entry, EndReason.ABORT)
+
+    # --- what the dispatcher calls -------------------------------------------------------------
+
+    def emit(self, entry: Entry, delta: TokenDelta) -> None:
+        self._put(Emitted(entry.choice, delta))
+
+    def emit_prompt(self, entry: Entry, part: PromptLogprobs) -> None:
+        self._put(PromptScored(entry.choice, part))
+
+    def restart(self, entry: Entry) -> None:
+        self._put(Restarted(entry.choice))
+
+    def fail(self, entry: Entry, failure: Failure) -> None:
+        self._put(failure)
+
+    def _put(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class Reply:
+    """The text of one answer: an assembler a choice, fed from the stream's events."""
+
+    def __init__(self, stream: Stream, prepared: PreparedRequest, text: TextModel, form: ResponseFormat) -> None:
+        self._stream = stream
+        self._prepared = prepared
+        self._text = text
+        self._form = form
+        self._assemblers = [OutputAssembler(text, choice) for choice in prepared.choices]
+        self._num_unfinished = len(self._assemblers)
+        self._error: ApiError | None = None
+        self._is_closed = False
+
+    async def body(self) -> bytes:
+        """The whole answer as JSON; raises `ApiError` or `ClientGone`."""
+        while self._num_unfinished:
+            for event in await self._stream.next_events():
+                self._take(event)
+            if self._error is not None:
+                raise self._error
+        return self._form.body(self._assemblers)
+
+    async def next_bytes(self) -> bytes:
+        """Server-sent events, all that are ready; empty after the last.
+
+        Raises `ApiError` (after what came before the failure) or `ClientGone`.
+        """
+        written = b""
+        while not written and not self._is_closed:
+            if self._error is not None:
+                raise self._error
+            written = b"".join([self._take(event) for event in await self._stream.next_events()])
+            if not self._num_unfinished:
+                self._is_closed = True
+                written += self._ending()
+        return written
+
+    def _ending(self) -> bytes:
+        return (self._form.usage_chunk(self._assemblers) if self._prepared.includes_usage else b"") + DONE
+
+    def _take(self, event: Event) -> bytes:
+        """The server-sent events that follow from one event, if any."""
+        match event:
+            case Emitted(choice, delta):
+                return self._take_token(choice, delta)
+            case PromptScored(choice, part):
+                self._assemblers[choice].add_prompt_logprobs(part.start, part.logprobs)
+            case Restarted(choice):
+                self._assemblers[choice] = OutputAssembler(self._text, self._prepared.choices[choice])
+            case Failure():
+                self._error = _api_error(event)
+        return b""
+
+    def _take_token(self, choice: int, delta: TokenDelta) -> bytes:
+        assembler = self._assemblers[choice]
+        if assembler.finish is not None:  # tokens that were on their way when a stop string was seen
+            return b""
+        output = assembler.feed(delta)
+        if output.finish is not None:
+            self._num_unfinished -= 1
+            if delta.finish is None:
+                self._stream.end_choice(choice)
+        if not self._prepared.is_stream:
+            return b""
+        opening = self._form.opening(choice) if delta.index == 0 else b""
+        return opening + self._form.chunk(choice, output)
+
+
+def _api_error(failure: Failure) -> ApiError:
+    if failure.is_retryable:
+        return ApiError.overloaded(failure.reason)
+    return ApiError(400, failure.reason)

@@ -1,0 +1,388 @@
+"""Trying transports: the borrower step by step, the lender's books, and both over a network that loses and repeats."""
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from crossdock.core.block_pool import BlockPool
+from crossdock.core.kv_layout import KvLayout
+from crossdock.core.messages import (
+    Incarnation,
+    Link,
+    Message,
+    Peer,
+    PoolBooks,
+    ProbeDone,
+    ProbeGrant,
+    ProbeRequest,
+    ProbeSent,
+    ProbeVerdict,
+    Role,
+    WorkerCard,
+)
+from crossdock.kvtransfer.loans import Lender
+from crossdock.kvtransfer.probe import NOTHING, NUM_ROUNDS, Probe, ProbeActions, ProbeState, Trial, mismatch
+
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, block_size=16, dtype="float32")
+LEASE_SECONDS = 12.0
+PREFILL = Peer("tcp://127.0.0.1:1", Incarnation("p"))
+DECODE = Peer("tcp://127.0.0.1:2", Incarnation("d"))
+CARD = WorkerCard(
+    role=Role.MIXED,
+    model="m",
+    layout=LAYOUT,
+    num_blocks=8,
+    max_model_len=64,
+    vocab_size=100,
+    num_layer_groups=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"model": "n"}, "model differs: m here, n there"),
+        ({"num_layer_groups": 4}, "num_layer_groups differs: 2 here, 4 there"),
+        ({"layout": replace(LAYOUT, block_size=32)}, "layout.block_size differs: 16 here, 32 there"),
+        ({"layout": replace(LAYOUT, dtype="bfloat16")}, "layout.dtype differs: float32 here, bfloat16 there"),
+        ({"layout": replace(LAYOUT, num_kv_heads=1)}, "layout.num_kv_heads differs: 2 here, 1 there"),
+        ({"num_blocks": 9, "role": Role.DECODE}, None),
+    ],
+)
+def test_workers_that_may_not_exchange_kv_learn_which_field_differs(
+    changes: dict[str, object], error: str | None
+) -> None:
+    assert mismatch(CARD, msgspec.structs.replace(CARD, **changes)) == error
+
+
+def make_probe(*transports: str) -> Probe:
+    probe = Probe("p/d", DECODE, transports or ("shm", "tcp"), num_blocks=3, block_bytes=100, lease_seconds=12.0)
+    assert probe.tick(0.0).messages == (ProbeRequest(probe_id="p/d/1", num_blocks=3),)
+    return probe
+
+
+def grant(attempt: int = 1, blocks: tuple[int, ...] = (7, 8, 9)) -> ProbeGrant:
+    return ProbeGrant(probe_id=f"p/d/{attempt}", blocks=list(blocks))
+
+
+def verdict(trial: int, is_correct: bool = True, check_seconds: float = 0.0, attempt: int = 1) -> ProbeVerdict:
+    return ProbeVerdict(probe_id=f"p/d/{attempt}", trial=trial, is_correct=is_correct, check_seconds=check_seconds)
+
+
+def make_trial(probe: Probe, seconds: float, now: float, check_seconds: float = 0.0) -> ProbeActions:
+    """One trial that takes so long."""
+    trial = probe.trial
+    assert trial is not None
+    probe.sent(now, now)
+    return probe.judged(verdict(trial.number, check_seconds=check_seconds), now + seconds + check_seconds)
+
+
+def test_each_transport_is_tried_with_one_block_and_with_all() -> None:
+    probe = make_probe()
+    probe.granted(grant(), 0.1)
+    trials = []
+    while probe.trial is not None:
+        trials.append(probe.trial)
+        make_trial(probe, 0.001, 0.2)
+    sizes = [1] * NUM_ROUNDS + [3] * NUM_ROUNDS
+    assert [(trial.transport, len(trial.blocks)) for trial in trials] == [("shm", n) for n in sizes] + [
+        ("tcp", n) for n in sizes
+    ]
+    assert trials[0] == Trial(0, "shm", [7]) and trials[-1] == Trial(4 * NUM_ROUNDS - 1, "tcp", [7, 8, 9])
+
+
+def test_the_fastest_transport_becomes_the_link_with_its_best_rate_and_latency() -> None:
+    probe = make_probe()
+    probe.granted(grant(), 0.1)
+    shm = [0.9, 0.25, 0.5, 1.0, 0.75, 0.8]
+    tcp = [0.125, 0.5, 0.5, 2.0, 0.5, 0.6]
+    actions = [make_trial(probe, seconds, 16.0, check_seconds=0.25) for seconds in shm + tcp]
+    assert actions[:-1] == [NOTHING] * (4 * NUM_ROUNDS - 1)
+    link = Link(to=DECODE.incarnation, transport="tcp", bytes_per_second=300 / 0.5, latency_seconds=0.125)
+    assert actions[-1] == ProbeActions((ProbeDone(probe_id="p/d/1"),), link)
+    assert probe.is_linked and probe.tick(1e6) == NOTHING
+
+
+def test_one_wrong_verdict_rules_a_transport_out() -> None:
+    probe = make_probe()
+    probe.granted(grant(), 0.1)
+    for _ in range(2 * NUM_ROUNDS - 1):
+        make_trial(probe, 0.001, 0.2)
+    probe.sent(0.3, 0.3)
+    assert probe.judged(verdict(2 * NUM_ROUNDS - 1, is_correct=False), 0.3) == NOTHING
+    assert probe.trial == Trial(2 * NUM_ROUNDS, "tcp", [7])
+    links = [make_trial(probe, 0.5, 0.4).link for _ in range(2 * NUM_ROUNDS)]
+    assert links[-1] is not None and (links[-1].transport, links[-1].error) == ("tcp", "")
+
+
+def test_when_none_works_the_link_says_why_and_the_probe_starts_again_later_and_later() -> None:
+    probe = make_probe()
+    times = []
+    now = 0.0
+    for attempt in range(1, 9):
+        probe.granted(grant(attempt), now)
+        assert probe.failed("the peer is on another host", now) == NOTHING
+        probe.sent(now, now)
+        actions = probe.judged(verdict(2 * NUM_ROUNDS, is_correct=False, attempt=attempt), now)
+        assert actions.link == Link(
+            to=DECODE.incarnation,
+            transport="",
+            error="shm: the peer is on another host; tcp: wrong bytes arrived",
+        )
+        assert actions.messages == (ProbeDone(probe_id=f"p/d/{attempt}"),)
+        start = now
+        while not probe.tick(now).messages:
+            now += 0.5
+        times.append(now - start)
+    assert times == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_no_verdict_within_a_third_of_the_lease_fails_the_transport() -> None:
+    probe = make_probe()
+    probe.granted(grant(), 0.0)
+    probe.sent(1.0, 1.0)
+    assert (probe.tick(4.9), probe.trial) == (NOTHING, None)
+    assert (probe.tick(5.0), probe.trial) == (NOTHING, Trial(2 * NUM_ROUNDS, "tcp", [7]))
+    assert probe.judged(verdict(0), 5.1) == NOTHING
+
+
+def test_late_and_repeated_verdicts_are_not_taken_for_the_next_trial() -> None:
+    probe = make_probe()
+    probe.granted(grant(), 0.0)
+    make_trial(probe, 0.5, 1.0)
+    assert probe.judged(verdict(1), 1.6) == NOTHING
+    probe.sent(2.0, 2.0)
+    for stale in (verdict(0), verdict(2), verdict(1, attempt=2)):
+        assert probe.judged(stale, 2.1) == NOTHING
+    assert probe.state is ProbeState.AWAITING
+
+
+def test_a_probe_that_finds_no_own_blocks_lets_the_lent_ones_go_before_the_lease_ends() -> None:
+    probe = make_probe()
+    probe.granted(grant(), 0.0)
+    assert probe.tick(7.9) == NOTHING
+    actions = probe.tick(8.0)
+    assert actions.messages == (ProbeDone(probe_id="p/d/1"),)
+    assert actions.link is not None and actions.link.error == "this worker had no free blocks"
+
+
+def test_an_unanswered_request_is_repeated_every_lease_time() -> None:
+    probe = make_probe()
+    request = (ProbeRequest(probe_id="p/d/1", num_blocks=3),)
+    assert (probe.tick(11.9), probe.tick(12.0).messages, probe.tick(24.0).messages) == (NOTHING, request, request)
+
+
+def test_a_grant_for_an_ended_probe_is_handed_back() -> None:
+    probe = make_probe("shm")
+    probe.granted(grant(), 0.0)
+    assert probe.granted(grant(), 0.1) == NOTHING
+    assert probe.granted(grant(attempt=0), 0.1).messages == (ProbeDone(probe_id="p/d/0"),)
+    probe.failed("why", 0.2)
+    assert probe.granted(grant(), 0.3).messages == (ProbeDone(probe_id="p/d/1"),)
+
+
+def request(num_blocks: int = 2, probe_id: str = "x") -> ProbeRequest:
+    return ProbeRequest(probe_id=probe_id, num_blocks=num_blocks)
+
+
+def sent(num_blocks: int = 2, probe_id: str = "x") -> ProbeSent:
+    return ProbeSent(probe_id=probe_id, trial=0, transport="shm", num_blocks=num_blocks, digest=b"")
+
+
+def test_blocks_are_lent_and_given_back() -> None:
+    pool = BlockPool(16)
+    lender = Lender(pool, LEASE_SECONDS)
+    assert lender.request(request(), PREFILL) is None
+    assert [loan.grant for loan in lender.sweep(0.0)] == [ProbeGrant(probe_id="x", blocks=[0, 1])]
+    assert lender.request(request(), PREFILL) == ProbeGrant(probe_id="x", blocks=[0, 1])
+    assert list(lender.sweep(1.0)) == []
+    lender.done("x", DECODE)
+    assert pool.books().leased == 2
+    lender.done("x", PREFILL)
+    lender.done("x", PREFILL)
+    assert pool.books() == PoolBooks(free=16, cached=0, leased=0, quarantined=0)
+
+
+@pytest.mark.parametrize(("wanted", "num_blocks", "num_taken", "lent"), [(5, 16, 0, 2), (5, 4, 0, 1), (5, 80, 77, 3)])
+def test_no_more_is_lent_than_a_share_of_the_pool_and_what_is_free(
+    wanted: int, num_blocks: int, num_taken: int, lent: int
+) -> None:
+    pool = BlockPool(num_blocks)
+    pool.take(num_taken)
+    lender = Lender(pool, LEASE_SECONDS)
+    lender.request(request(wanted), PREFILL)
+    assert [len(loan.blocks) for loan in lender.sweep(0.0)] == [lent]
+
+
+def test_a_wish_waits_for_a_full_pool_and_is_forgotten_with_its_borrower() -> None:
+    pool = BlockPool(4)
+    taken = pool.take(4)
+    lender = Lender(pool, LEASE_SECONDS)
+    lender.request(request(), PREFILL)
+    lender.request(request(probe_id="y"), DECODE)
+    lender.request(request(0, "never"), PREFILL)
+    assert list(lender.sweep(0.0)) == []
+    lender.lose(DECODE, 0.1)
+    pool.give_back(taken)
+    assert [loan.probe_id for loan in lender.sweep(0.2)] == ["x"]
+
+
+def test_only_the_borrower_of_an_open_loan_is_judged() -> None:
+    lender = Lender(BlockPool(16), LEASE_SECONDS)
+    lender.request(request(), PREFILL)
+    list(lender.sweep(0.0))
+    assert lender.find(sent(), DECODE.incarnation, 0.1) is None
+    assert lender.find(sent(3), PREFILL.incarnation, 0.1) is None
+    assert lender.find(sent(0), PREFILL.incarnation, 0.1) is None
+    assert lender.find(sent(probe_id="y"), PREFILL.incarnation, 0.1) is None
+    loan = lender.find(sent(), PREFILL.incarnation, 0.1)
+    assert loan is not None and loan.blocks == [0, 1]
+
+
+def test_a_silent_borrower_is_asked_and_its_blocks_are_quarantined_until_it_answers() -> None:
+    pool = BlockPool(16)
+    lender = Lender(pool, LEASE_SECONDS)
+    lender.request(request(), PREFILL)
+    list(lender.sweep(0.0))
+    lender.find(sent(), PREFILL.incarnation, 5.0)
+    assert list(lender.sweep(16.9)) == []
+    assert [loan.probe_id for loan in lender.sweep(17.0)] == ["x"]
+    assert pool.books().quarantined == 2
+    assert list(lender.sweep(28.9)) == []
+    assert [loan.probe_id for loan in lender.sweep(29.0)] == ["x"]
+    assert lender.find(sent(), PREFILL.incarnation, 30.0) is None
+    lender.done("x", PREFILL)
+    assert pool.books().free == 16
+
+
+def test_blocks_of_a_dead_borrower_are_free_after_a_lease_time_of_silence() -> None:
+    pool = BlockPool(16)
+    lender = Lender(pool, LEASE_SECONDS)
+    lender.request(request(), PREFILL)
+    list(lender.sweep(0.0))
+    lender.lose(PREFILL, 1.0)
+    assert lender.find(sent(), PREFILL.incarnation, 10.0) is None
+    list(lender.sweep(21.9))
+    assert pool.books().quarantined == 2
+    list(lender.sweep(22.0))
+    assert pool.books().free == 16
+
+
+@dataclass(frozen=True)
+class Packet:
+    to: Peer
+    message: Message
+
+
+class LossyProbe(RuleBasedStateMachine):
+    """Borrower and lender; whoever else uses the lender's pool must never find lent blocks there."""
+
+    @initialize(num_free=st.integers(0, 10))
+    def begin(self, num_free: int) -> None:
+        self.now = 0.0
+        self.packets: list[Packet] = []
+        self.pool = BlockPool(10)
+        self.others = self.pool.take(10 - num_free)
+        self.lender = Lender(self.pool, LEASE_SECONDS)
+        self.probe = Probe("p/d", DECODE, ("shm", "tcp"), 3, 100, LEASE_SECONDS)
+        self.is_dead = False
+
+    def obey(self, actions: ProbeActions) -> None:
+        self.packets += [Packet(DECODE, message) for message in actions.messages]
+
+    def deliver(self, packet: Packet) -> None:
+        match packet.message:
+            case ProbeRequest() as asked:
+                granted = self.lender.request(asked, PREFILL)
+                self.packets += [Packet(PREFILL, granted)] if granted else []
+            case ProbeDone() as done:
+                self.lender.done(done.probe_id, PREFILL)
+            case ProbeSent() as pushed:
+                if self.lender.find(pushed, PREFILL.incarnation, self.now):
+                    correct = ProbeVerdict(probe_id=pushed.probe_id, trial=pushed.trial, is_correct=True)
+                    self.packets.append(Packet(PREFILL, correct))
+            case ProbeGrant() as granted:
+                self.obey(ProbeActions() if self.is_dead else self.probe.granted(granted, self.now))
+            case ProbeVerdict() as judged:
+                self.obey(ProbeActions() if self.is_dead else self.probe.judged(judged, self.now))
+
+    @rule()
+    def the_probe_ticks_and_tries(self) -> None:
+        if self.is_dead:
+            return
+        self.obey(self.probe.tick(self.now))
+        trial = self.probe.trial
+        if trial is None:
+            return
+        assert not set(trial.blocks) & set(self.others), "the trial writes to blocks that others use"
+        message = ProbeSent(
+            probe_id=self.probe.probe_id,
+            trial=trial.number,
+            transport=trial.transport,
+            num_blocks=len(trial.blocks),
+            digest=b"",
+        )
+        self.packets.append(Packet(DECODE, message))
+        self.probe.sent(self.now, self.now)
+
+    @rule()
+    def the_lender_sweeps(self) -> None:
+        self.packets += [Packet(PREFILL, loan.grant) for loan in self.lender.sweep(self.now)]
+
+    @rule(index=st.integers(0, 1000), is_kept=st.booleans())
+    def a_message_arrives(self, index: int, is_kept: bool) -> None:
+        if self.packets:
+            index %= len(self.packets)
+            self.deliver(self.packets[index] if is_kept else self.packets.pop(index))
+
+    @rule(index=st.integers(0, 1000))
+    def a_message_is_lost(self, index: int) -> None:
+        if self.packets:
+            self.packets.pop(index % len(self.packets))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, LEASE_SECONDS / 3, LEASE_SECONDS]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def others_take_what_is_free(self) -> None:
+        self.others += self.pool.take(self.pool.num_available)
+
+    @rule()
+    def others_give_back(self) -> None:
+        self.pool.give_back(self.others)
+        self.others = []
+
+    @rule()
+    def the_borrower_dies(self) -> None:
+        self.is_dead = True
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check()
+
+    def teardown(self) -> None:
+        """Without faults the living are linked, and in any case no block stays lent."""
+        if not hasattr(self, "pool"):
+            return
+        self.others_give_back()
+        for _ in range(200):
+            while self.packets:
+                self.deliver(self.packets.pop(0))
+            self.the_probe_ticks_and_tries()
+            if self.is_dead and not self.packets:
+                self.lender.lose(PREFILL, self.now)
+                self.now += LEASE_SECONDS
+            self.the_lender_sweeps()
+            self.now += 1.0
+        assert self.is_dead or self.probe.is_linked
+        assert self.pool.books() == PoolBooks(free=10, cached=0, leased=0, quarantined=0)
+
+
+TestLossyProbe = LossyProbe.TestCase
+TestLossyProbe.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,502 @@
+"""The control plane of the router, message by message, with a clock and a mailbox in the test's hand."""
+
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+import pytest
+
+from crossdock.core.block_hash import BlockHasher, model_root
+from crossdock.core.config import RouterConfig
+from crossdock.core.kv_layout import KvLayout
+from crossdock.core.mailbox import AsyncMailbox
+from crossdock.core.messages import (
+    Abort,
+    CacheEvents,
+    CacheSnapshot,
+    Heartbeat,
+    Hello,
+    Incarnation,
+    Link,
+    Message,
+    Peer,
+    PeerInfo,
+    Peers,
+    PoolBooks,
+    PrefillTask,
+    PromptLogprobs,
+    Refused,
+    RequestFailed,
+    Role,
+    SnapshotRequest,
+    TokenDelta,
+    Tokens,
+    WhoAreYou,
+    WorkerCard,
+    WorkerLoad,
+)
+from crossdock.core.part import Delivery
+from crossdock.core.request import Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
+from crossdock.core.sequence import FinishReason
+from crossdock.router.dispatcher import Dispatcher
+from crossdock.router.ledger import Entry, Failure
+from crossdock.router.metrics import EndReason, RouterMetrics
+from crossdock.router.placement import NoCapacity
+
+T = TypeVar("T", bound=Message)
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+P1, P2, D1, D2, M = (Peer(f"tcp://{name}:1", Incarnation(name)) for name in ("p1", "p2", "d1", "d2", "m"))
+
+
+@dataclass
+class Sent:
+    to: Peer
+    message: Message
+
+
+@dataclass
+class RecordingMailbox:
+    """Keeps what is sent; the test delivers by hand."""
+
+    sent: list[Sent] = field(default_factory=list)
+    forgotten: list[Peer] = field(default_factory=list)
+    num_rejected: int = 0
+
+    def send(self, to: Peer, message: Message) -> None:
+        self.sent.append(Sent(to, message))
+
+    def forget(self, peer: Peer) -> None:
+        self.forgotten.append(peer)
+
+    def take(self, kind: type[T]) -> list[tuple[Peer, T]]:
+        """The messages of one kind sent since the last call; the others are dropped."""
+        found = [(sent.to, sent.message) for sent in self.sent if isinstance(sent.message, kind)]
+        self.sent.clear()
+        return found
+
+
+@dataclass
+class Client:
+    """A sink that keeps what its entries got."""
+
+    tokens: list[int | None] = field(default_factory=list)
+    prompt_parts: list[int] = field(default_factory=list)
+    num_restarts: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+    def emit(self, entry: Entry, delta: TokenDelta) -> None:
+        self.tokens.append(delta.token_id)
+
+    def emit_prompt(self, entry: Entry, part: PromptLogprobs) -> None:
+        self.prompt_parts.append(part.start)
+
+    def restart(self, entry: Entry) -> None:
+        self.num_restarts += 1
+        self.tokens.clear()
+
+    def fail(self, entry: Entry, failure: Failure) -> None:
+        self.failures.append(failure)
+
+
+def card(role: Role, model: str = "m") -> WorkerCard:
+    return WorkerCard(
+        role=role, model=model, layout=LAYOUT, num_blocks=64, max_model_len=200, vocab_size=256, num_layer_groups=1
+    )
+
+
+class Stage:
+    """A dispatcher, its clock and what it sends."""
+
+    def __init__(self, max_attempts: int = 3) -> None:
+        self.now = 100.0
+        self.mailbox = RecordingMailbox()
+        self.metrics = RouterMetrics("toy")
+        config = RouterConfig(model="toy", max_attempts=max_attempts)
+        self.dispatcher = Dispatcher(config, cast(AsyncMailbox, self.mailbox), self.metrics, lambda: self.now)
+
+    def hear(self, sender: Peer, *messages: Message) -> None:
+        for message in messages:
+            self.dispatcher.handle(Delivery(sender, message))
+
+    def join(self, *workers: tuple[Peer, Role]) -> None:
+        for peer, role in workers:
+            self.hear(peer, Hello(card=card(role)))
+        self.mailbox.sent.clear()
+
+    def join_two_pairs(self) -> None:
+        self.join((P1, Role.PREFILL), (P2, Role.PREFILL), (D1, Role.DECODE), (D2, Role.DECODE))
+        for prefill in (P1, P2):
+            for decode in (D1, D2):
+                self.hear(prefill, Link(to=decode.incarnation, transport="tcp"))
+
+    def pass_time(self, seconds: int, *alive: Peer, running: int = 0, waiting: int = 0) -> None:
+        """Second by second, with heartbeats of those alive."""
+        for _ in range(seconds):
+            self.now += 1
+            for peer in alive:
+                load = WorkerLoad(books=PoolBooks(64, 0, 0, 0), num_running=running, num_waiting=waiting)
+                self.hear(peer, Heartbeat(load=load))
+            self.dispatcher.tick()
+
+    def open(self, client: Client, num_choices: int = 1, may_restart: bool = False, num_prompt: int = 3) -> list[Entry]:
+        params = SamplingParams(max_tokens=4, seed=0)
+        prompt = pack_ids(list(range(num_prompt)))
+        requests = [Request(request_id=RequestId(f"r-{n}"), prompt=prompt, params=params) for n in range(num_choices)]
+        entries = [Entry(request, n, client, self.now, may_restart) for n, request in enumerate(requests)]
+        assert self.dispatcher.open(entries) is None
+        return entries
+
+    def metric(self, line: str) -> float:
+        lines = self.metrics.render().decode().splitlines()
+        return float(next(found.rsplit(" ", 1)[1] for found in lines if found.startswith(line)))
+
+
+def token(entry: Entry, index: int, finish: FinishReason | None = None) -> Tokens:
+    deltas = [TokenDelta(request_id=entry.attempt.request_id, index=index, token_id=50 + index, finish=finish)]
+    return Tokens(deltas=deltas)
+
+
+def failure_of(entry: Entry, reason: str, is_retryable: bool) -> RequestFailed:
+    request_id = entry.attempt.request_id
+    return RequestFailed(
+        request_id=request_id, transfer_id=TransferId(request_id), reason=reason, is_retryable=is_retryable
+    )
+
+
+def legs(entry: Entry) -> tuple[Peer, Peer]:
+    return entry.attempt.pair.prefill.peer, entry.attempt.pair.decode.peer
+
+
+# --- joining ---------------------------------------------------------------------------------------
+
+
+def test_everybody_hears_of_a_worker_that_joins_and_it_alone_when_it_repeats_itself() -> None:
+    stage = Stage()
+    stage.join((P1, Role.PREFILL))
+    stage.hear(D1, Hello(card=card(Role.DECODE)))
+    peers = Peers(workers=[PeerInfo(P1, card(Role.PREFILL)), PeerInfo(D1, card(Role.DECODE))])
+    stage.hear(D1, Hello(card=card(Role.DECODE)))
+    assert stage.mailbox.sent == [Sent(D1, SnapshotRequest()), Sent(P1, peers), Sent(D1, peers), Sent(D1, peers)]
+
+
+def test_an_unknown_worker_that_sends_a_heartbeat_is_asked_who_it_is() -> None:
+    stage = Stage()
+    stage.hear(P1, Heartbeat(load=WorkerLoad(books=PoolBooks(64, 0, 0, 0))))
+    assert stage.mailbox.sent == [Sent(P1, WhoAreYou())]
+
+
+def test_a_worker_of_another_model_is_refused_and_nobody_else_disturbed() -> None:
+    stage = Stage()
+    stage.join((P1, Role.PREFILL))
+    stage.hear(D1, Hello(card=card(Role.DECODE, model="other")))
+    assert stage.mailbox.sent == [Sent(D1, Refused(reason="this fleet serves model 'm', not 'other'"))]
+    assert len(stage.dispatcher.fleet) == 1
+
+
+def test_workers_hear_from_an_idle_router_before_they_give_it_up() -> None:
+    stage = Stage()
+    stage.join((M, Role.MIXED))
+    stage.pass_time(9, M)
+    assert [to for to, _ in stage.mailbox.take(Peers)] == [M, M, M]
+
+
+def test_missed_cache_events_are_asked_for_and_the_snapshot_is_used() -> None:
+    stage = Stage()
+    stage.join_two_pairs()
+    root = model_root(b"crossdock", "m", LAYOUT)
+    hashes = BlockHasher(b"crossdock", root, 16).hashes(pack_ids(list(range(64))))
+    stage.hear(P2, CacheSnapshot(number=0, hashes=[]))
+    stage.now += 2
+    stage.hear(P2, CacheEvents(number=2, stored=hashes[2:]))
+    assert stage.mailbox.take(SnapshotRequest) == [(P2, SnapshotRequest())]
+    stage.hear(P2, CacheSnapshot(number=2, hashes=hashes))
+    for _ in range(3):
+        [entry] = stage.open(Client(), num_prompt=64)
+        assert legs(entry)[0] == P2
+        stage.dispatcher.release(entry, EndReason.ABORT)
+
+
+# --- the life of a request -------------------------------------------------------------------------
+
+
+def test_a_request_travels_through_both_legs_and_leaves_nothing() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    [(to, task)] = stage.mailbox.take(PrefillTask)
+    assert (to, task.decode, task.request.request_id, task.transfer_id) == (prefill, decode, "r-0.1", "r-0.1")
+    stage.hear(prefill, token(entry, 0))
+    stage.hear(decode, token(entry, 1), token(entry, 2), token(entry, 3, FinishReason.LENGTH))
+    assert client == Client(tokens=[50, 51, 52, 53])
+    assert len(stage.dispatcher.ledger) == 0
+    assert stage.mailbox.sent == []
+    assert stage.metric('vllm:request_success_total{finished_reason="length"') == 1
+
+
+def test_tokens_of_both_legs_are_put_in_order() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    stage.hear(decode, token(entry, 1), token(entry, 2))
+    assert client.tokens == []
+    stage.hear(prefill, token(entry, 0), token(entry, 0))
+    stage.hear(decode, token(entry, 2), token(entry, 3, FinishReason.LENGTH))
+    assert client.tokens == [50, 51, 52, 53]
+
+
+def test_log_probabilities_of_the_prompt_reach_the_client() -> None:
+    stage, client = Stage(), Client()
+    stage.join((M, Role.MIXED))
+    [entry] = stage.open(client)
+    part = PromptLogprobs(request_id=entry.attempt.request_id, start=1, logprobs=[TokenLogprobs(-0.5)])
+    stage.hear(M, part)
+    stage.hear(D1, part)
+    assert client.prompt_parts == [1]
+
+
+def test_all_choices_of_a_prompt_go_to_one_pair() -> None:
+    stage = Stage()
+    stage.join_two_pairs()
+    entries = stage.open(Client(), num_choices=4)
+    assert len({legs(entry) for entry in entries}) == 1
+    assert [to for to, _ in stage.mailbox.take(PrefillTask)] == [legs(entries[0])[0]] * 4
+
+
+def test_without_workers_nothing_is_opened() -> None:
+    stage = Stage()
+    request = Request(request_id=RequestId("r"), prompt=b"1234", params=SamplingParams(max_tokens=1, seed=0))
+    outcome = stage.dispatcher.open([Entry(request, 0, Client(), stage.now)])
+    assert outcome == NoCapacity("no pair of workers is ready")
+    assert len(stage.dispatcher.ledger) == 0
+    assert stage.metric("crossdock:requests_refused_total") == 1
+
+
+def test_requests_that_cannot_all_be_placed_are_not_placed_at_all() -> None:
+    stage = Stage()
+    stage.join((M, Role.MIXED))
+    params = SamplingParams(max_tokens=1, seed=0)
+    prompts = [pack_ids([1]), pack_ids([1] * 300)]
+    entries = [
+        Entry(Request(request_id=RequestId(f"r-{n}"), prompt=prompt, params=params), n, Client(), stage.now)
+        for n, prompt in enumerate(prompts)
+    ]
+    outcome = stage.dispatcher.open(entries)
+    assert outcome == NoCapacity("no worker holds so long a request")
+    assert stage.mailbox.take(PrefillTask) == []
+
+
+def test_a_client_that_leaves_frees_both_legs_at_once() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    stage.mailbox.sent.clear()
+    stage.dispatcher.release(entry, EndReason.ABORT)
+    stage.dispatcher.release(entry, EndReason.ABORT)
+    assert stage.mailbox.sent == [Sent(leg, Abort(request_id=RequestId("r-0.1"))) for leg in legs(entry)]
+    assert len(stage.dispatcher.ledger) == 0
+    assert stage.metric('vllm:request_success_total{finished_reason="abort"') == 1
+
+
+def test_late_tokens_of_a_released_request_are_dropped_and_the_abort_repeated() -> None:
+    stage, client = Stage(), Client()
+    stage.join((M, Role.MIXED))
+    [entry] = stage.open(client)
+    stage.dispatcher.release(entry, EndReason.STOP)
+    assert stage.mailbox.take(Abort) == [(M, Abort(request_id=RequestId("r-0.1")))]
+    stage.hear(M, token(entry, 0))
+    assert client.tokens == []
+    assert stage.mailbox.take(Abort) == [(M, Abort(request_id=RequestId("r-0.1")))]
+
+
+# --- failures --------------------------------------------------------------------------------------
+
+
+def test_a_retryable_failure_starts_again_on_another_pair_and_ends_the_first_one() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    first = entry.attempt
+    old_prefill, old_decode = legs(entry)
+    stage.mailbox.sent.clear()
+    failed = failure_of(entry, "link down", is_retryable=True)
+    stage.hear(old_prefill, failed, failed)
+    new_prefill, new_decode = legs(entry)
+    assert (new_prefill, new_decode) != (old_prefill, old_decode)
+    sent = stage.mailbox.sent
+    assert sent[:2] == [Sent(leg, Abort(request_id=first.request_id)) for leg in (old_prefill, old_decode)]
+    assert isinstance(sent[2].message, PrefillTask)
+    assert (sent[2].to, sent[2].message.request.request_id, len(sent)) == (new_prefill, "r-0.2", 3)
+    assert client == Client(num_restarts=1)
+    stage.hear(old_prefill, Tokens(deltas=[TokenDelta(request_id=first.request_id, index=0, token_id=99)]))
+    stage.hear(new_prefill, token(entry, 0))
+    assert client.tokens == [50]
+
+
+def test_a_failure_after_the_first_token_of_a_stream_is_the_client_s_to_know() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    stage.hear(prefill, token(entry, 0))
+    stage.mailbox.sent.clear()
+    failed = failure_of(entry, "lease ended", is_retryable=True)
+    stage.hear(decode, failed)
+    assert client == Client(tokens=[50], failures=[Failure("lease ended", is_retryable=True)])
+    assert stage.mailbox.take(PrefillTask) == []
+    assert len(stage.dispatcher.ledger) == 0
+
+
+def test_without_streaming_even_a_half_done_request_starts_again() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client, may_restart=True)
+    prefill, decode = legs(entry)
+    stage.hear(prefill, token(entry, 0))
+    stage.hear(decode, token(entry, 1))
+    stage.pass_time(4, P1, P2, D1 if decode == D2 else D2, running=1)
+    assert client == Client(num_restarts=1)
+    prefill, decode = legs(entry)
+    stage.hear(prefill, token(entry, 0), token(entry, 1))
+    assert client.tokens == [50, 51]
+
+
+def test_the_request_s_own_fault_is_never_tried_again() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    refused = failure_of(entry, "too long", is_retryable=False)
+    stage.hear(legs(entry)[0], refused)
+    assert client.failures == [Failure("too long", is_retryable=False)]
+    assert len(entry.attempts) == 1
+
+
+def test_attempts_are_limited() -> None:
+    stage, client = Stage(max_attempts=2), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    for _ in range(2):
+        attempt = entry.attempt
+        failed = failure_of(entry, "busy", is_retryable=True)
+        stage.hear(attempt.pair.decode.peer, failed)
+    assert (len(entry.attempts), client.failures) == (2, [Failure("busy", is_retryable=True)])
+    assert stage.metric('vllm:request_success_total{finished_reason="error"') == 1
+    assert stage.metric("crossdock:request_retries_total") == 1
+
+
+def test_a_dead_prefill_worker_s_requests_start_elsewhere_and_its_decode_worker_lets_go() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    survivors = [peer for peer in (P1, P2, D1, D2) if peer != prefill]
+    stage.pass_time(3, *survivors, running=1)
+    stage.mailbox.sent.clear()
+    stage.pass_time(1, *survivors, running=1)
+    assert stage.mailbox.forgotten == [prefill]
+    assert legs(entry)[0] != prefill
+    sent = stage.mailbox.sent
+    assert [item.to for item in sent if isinstance(item.message, Peers)] == survivors
+    assert Sent(decode, Abort(request_id=RequestId("r-0.1"))) in sent
+    assert [item.to for item in sent if isinstance(item.message, PrefillTask)] == [legs(entry)[0]]
+    assert all(item.to != prefill for item in sent)
+
+
+def test_a_decode_worker_that_dies_in_mid_stream_ends_the_request_with_an_error() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    stage.hear(prefill, token(entry, 0))
+    stage.hear(decode, token(entry, 1))
+    stage.pass_time(4, *(peer for peer in (P1, P2, D1, D2) if peer != decode), running=1)
+    assert client.failures == [Failure(f"worker {decode.address} died", is_retryable=True)]
+    assert stage.mailbox.take(Abort) == [(prefill, Abort(request_id=RequestId("r-0.1")))]
+    assert stage.dispatcher.ledger.on_worker(entry.attempt.pair.decode) == []
+
+
+def test_with_the_last_worker_gone_every_request_ends_with_an_error() -> None:
+    stage, client = Stage(), Client()
+    stage.join((M, Role.MIXED))
+    stage.open(client, num_choices=2)
+    stage.pass_time(4)
+    assert client.failures == [Failure("worker tcp://m:1 died", is_retryable=True)] * 2
+    assert (len(stage.dispatcher.ledger), len(stage.dispatcher.fleet)) == (0, 0)
+
+
+def test_a_restarted_worker_voids_its_former_life_at_once() -> None:
+    stage, client = Stage(), Client()
+    stage.join((M, Role.MIXED))
+    [entry] = stage.open(client)
+    stage.mailbox.sent.clear()
+    reborn = Peer(M.address, Incarnation("m2"))
+    stage.hear(reborn, Hello(card=card(Role.MIXED)))
+    assert stage.mailbox.forgotten == [M]
+    [task] = stage.mailbox.take(PrefillTask)
+    assert (task[0], task[1].request.request_id) == (reborn, "r-0.2")
+    stage.hear(M, Tokens(deltas=[TokenDelta(request_id=RequestId("r-0.1"), index=0, token_id=7)]))
+    stage.hear(M, token(entry, 0))
+    assert client.tokens == []
+    stage.hear(reborn, token(entry, 0))
+    assert client.tokens == [50]
+
+
+def test_a_paused_router_does_not_take_everybody_for_dead() -> None:
+    stage = Stage()
+    stage.join((M, Role.MIXED))
+    stage.now += 60
+    stage.dispatcher.tick()
+    assert len(stage.dispatcher.fleet) == 1
+    stage.pass_time(1)
+    assert len(stage.dispatcher.fleet) == 0
+
+
+def test_a_lost_task_is_noticed_when_both_legs_report_that_they_hold_nothing() -> None:
+    stage, client = Stage(max_attempts=1), Client()
+    stage.join_two_pairs()
+    stage.open(client)
+    stage.pass_time(4, P1, P2, D1, D2)
+    assert client.failures == []
+    stage.pass_time(1, P1, P2, D1, D2)
+    assert client.failures == [Failure("a message between router and workers was lost", is_retryable=True)]
+
+
+def test_a_request_that_only_waits_is_not_taken_for_lost() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    stage.pass_time(60, P1, P2, D1, D2, waiting=1)
+    assert (client, len(entry.attempts)) == (Client(), 1)
+
+
+def test_a_token_that_never_comes_ends_the_stream_instead_of_leaving_a_hole() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    stage.hear(prefill, token(entry, 0))
+    stage.hear(decode, token(entry, 2))
+    stage.pass_time(4, P1, P2, D1, D2, running=1)
+    assert client.tokens == [50]
+    assert client.failures == [Failure("a message between router and workers was lost", is_retryable=True)]
+
+
+# --- noise -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [Peers(workers=[]), WhoAreYou(), SnapshotRequest()])
+def test_a_message_that_is_not_for_routers_changes_nothing(noise: Message) -> None:
+    stage = Stage()
+    stage.join((M, Role.MIXED))
+    stage.hear(M, noise)
+    assert (stage.mailbox.sent, len(stage.dispatcher.fleet)) == ([], 1)
+
+
+def test_tokens_and_failures_of_strangers_are_ignored() -> None:
+    stage, client = Stage(), Client()
+    stage.join((M, Role.MIXED))
+    [entry] = stage.open(client)
+    stage.mailbox.sent.clear()
+    failed = failure_of(entry, "boo", is_retryable=False)
+    stage.hear(D1, token(entry, 0), failed, Link(to=M.incarnation, transport="tcp"), CacheEvents(number=1))
+    assert (client, stage.mailbox.sent) == (Client(), [])

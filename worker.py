@@ -1,0 +1,332 @@
+"""`crossdock worker`: one engine with its two parts, a mailbox, and links to its peers.
+
+The loop never waits for the device without listening: while a step runs it takes messages, pushes the KV of
+layer groups that are done, and keeps its deadlines. The engine knows no role; the role only tells the router which
+work to send here.
+"""
+
+import logging
+import os
+import resource
+import secrets
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+
+from .core.config import WorkerConfig
+from .core.mailbox import Mailbox
+from .core.messages import (
+    Heartbeat,
+    Hello,
+    Incarnation,
+    Message,
+    Peer,
+    PeerInfo,
+    Peers,
+    Push,
+    Refused,
+    SnapshotRequest,
+    TokenDelta,
+    Tokens,
+    WhoAreYou,
+    WorkerCard,
+    WorkerLoad,
+)
+from .core.part import Delivery, Part
+from .decode.part import DecodePart
+from .kvtransfer.links import Links
+from .kvtransfer.pool_bytes import PoolBytes
+from .kvtransfer.shm import SharedPool, ShmTransport, allocate_shared
+from .kvtransfer.tcp import TcpTransport
+from .kvtransfer.transport import Transport
+from .model.engine import Engine, Step
+from .model.startup import LoadedModel, load_model
+from .prefill.part import PrefillPart
+
+_log = logging.getLogger("crossdock.worker")
+
+
+class Outgoing:
+    """The parts' outbox: messages go at once, tokens wait for the end of the step and travel together."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._deltas: dict[Peer, list[TokenDelta]] = defaultdict(list)
+        self.push: Callable[[Peer, Push, list[int]], None]
+
+    def send(self, to: Peer, message: Message) -> None:
+        """What was emitted before for the same peer goes first."""
+        self._flush(to)
+        self._mailbox.send(to, message)
+
+    def emit(self, router: Peer, delta: TokenDelta) -> None:
+        self._deltas[router].append(delta)
+
+    def flush(self) -> None:
+        """Send the tokens of the step that has just ended."""
+        for router in list(self._deltas):
+            self._flush(router)
+
+    def _flush(self, to: Peer) -> None:
+        if deltas := self._deltas.pop(to, None):
+            self._mailbox.send(to, Tokens(deltas=deltas))
+
+
+class Worker:
+    """One worker process; `run` serves until SIGTERM has drained it.
+
+    Raises ``ValueError`` for a model or configuration that can't work, before anything is announced.
+    """
+
+    def __init__(self, config: WorkerConfig, path: Path, fingerprint: str) -> None:
+        incarnation = Incarnation(secrets.token_hex(8))
+        self._config = config
+        self._mailbox = Mailbox(config.host, 0, incarnation)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._router = Peer(config.router_address, Incarnation(""))
+        self._router_seen = self._next_heartbeat = 0.0
+        self._known_router: Peer | None = None
+        self._peers: set[Peer] = set()
+        self._is_draining = False
+        self._are_books_checked = False
+        self._model, shared = self._load(path, fingerprint)
+        self._compose(fingerprint, shared)
+
+    def _load(self, path: Path, fingerprint: str) -> tuple[LoadedModel, SharedPool]:
+        pools: list[SharedPool] = []
+
+        def allocate(num_bytes: int) -> memoryview:
+            pools.append(allocate_shared(num_bytes))
+            return pools[0].memory
+
+        key, engine = self._config.cluster_key, self._config.engine
+        model = load_model(path, fingerprint, key, engine, allocate, self._wake_up, _show_progress)
+        return model, pools[0]
+
+    def _compose(self, fingerprint: str, shared: SharedPool) -> None:
+        """Bring engine, parts, links and mailbox together."""
+        config, model, me = self._config, self._model, self._mailbox.peer
+        num_blocks = model.tables.pool.num_blocks
+        num_groups = model.executor.num_layer_groups
+        memory = PoolBytes(shared.memory, num_blocks, model.layout, num_groups)
+        transports = self._transports(memory, shared)
+        self._card = WorkerCard(
+            role=config.role,
+            model=fingerprint,
+            layout=model.layout,
+            num_blocks=num_blocks,
+            max_model_len=model.max_model_len,
+            vocab_size=model.spec.vocab_size,
+            num_layer_groups=num_groups,
+            transports=tuple(transport.card for transport in transports),
+        )
+        lease_seconds = config.transfer.lease_seconds
+        self._outbox = Outgoing(self._mailbox)
+        send, pool = self._outbox.send, model.tables.pool
+        self._links = Links(me, self._card, transports, pool, memory, send, lease_seconds)
+        self._outbox.push = self._links.push
+        self._decode = DecodePart(
+            self._card, model.tables, self._outbox, memory.group_bytes, self._links.land, lease_seconds
+        )
+        self._prefill = PrefillPart(
+            me,
+            self._card,
+            model.tables,
+            self._outbox,
+            hand_over=self._decode.adopt,
+            held_back=lambda: self._decode.num_held_back,
+            lease_seconds=lease_seconds,
+        )
+        self._parts: tuple[Part, Part] = (self._decode, self._prefill)
+        self._engine = Engine(
+            model.executor, model.tables, self._parts, config.engine.chunk_tokens, config.engine.max_num_seqs
+        )
+        self._poller = zmq.Poller()
+        for source in (self._mailbox.poll_socket, self._wake, *(inbox.poll_socket for inbox in self._links.inboxes)):
+            self._poller.register(source, zmq.POLLIN)
+
+    def _transports(self, memory: PoolBytes, shared: SharedPool) -> list[Transport]:
+        known: dict[str, Callable[[], Transport]] = {
+            "shm": lambda: ShmTransport(memory, shared, self._mailbox.send),
+            "tcp": lambda: TcpTransport(memory, Mailbox(self._config.host, 0, self._mailbox.peer.incarnation)),
+        }
+        names = self._config.transfer.transports
+        if unknown := set(names) - set(known):
+            raise ValueError(f"transport {', '.join(sorted(unknown))} is unknown; there are {', '.join(known)}")
+        return [known[name]() for name in names]
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until told to stop. The first SIGTERM or SIGINT drains, the second ends at once."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._router_seen = time.monotonic()
+        step: Step | None = None
+        while not (self._is_draining and self._is_idle):
+            self._listen(0.0)
+            following = self._engine.launch(step, time.monotonic())
+            if step is not None:
+                self._serve_while(step)
+                self._engine.finish(step, time.monotonic())
+                self._outbox.flush()
+                self._tell_cache_events()
+                self._are_books_checked = False
+            elif following is None:
+                self._rest()
+            step = following
+        self._close()
+
+    def _serve_while(self, step: Step) -> None:
+        """Until the step is done: messages, pushes of finished layer groups, deadlines."""
+        while not step.launched.is_done:
+            self._listen(self._seconds_to_heartbeat())
+            self._engine.tell_progress(step, time.monotonic())
+
+    def _rest(self) -> None:
+        """Nothing to compute: check the books after work, then sleep until a message or the next heartbeat."""
+        if not self._are_books_checked:
+            self._model.tables.prefixes.check()
+            self._are_books_checked = True
+        self._listen(self._seconds_to_heartbeat())
+
+    def _listen(self, seconds: float) -> None:
+        """Wait for at most ``seconds``; handle all that has arrived, then keep the deadlines."""
+        if seconds > 0:
+            self._poller.poll(round(seconds * 1000))
+            self._clear_wake()
+        now = time.monotonic()
+        for mailbox in (self._mailbox, *self._links.inboxes):
+            while delivery := mailbox.receive():
+                self._dispatch(delivery, now)
+        for part in self._parts:
+            part.sweep(now)
+        self._links.sweep(now)
+        self._keep_in_touch(now)
+        self._outbox.flush()
+
+    def _dispatch(self, delivery: Delivery, now: float) -> None:
+        match delivery.message:
+            case Peers(workers=workers):
+                self._meet_router(delivery.sender, now)
+                self._meet(delivery.sender, workers, now)
+            case WhoAreYou():
+                self._meet_router(delivery.sender, now)
+                self._mailbox.send(self._router, Hello(card=self._card))
+            case Refused(reason=reason):
+                raise SystemExit(f"the router refuses this worker: {reason}")
+            case SnapshotRequest():
+                self._mailbox.send(delivery.sender, self._model.tables.prefixes.snapshot())
+            case _:
+                handled = [part.handle(delivery, now) for part in (self._prefill, self._decode)]
+                if not any(handled):
+                    self._links.handle(delivery, now)
+
+    # --- the router and the peers --------------------------------------------------------------
+
+    def _keep_in_touch(self, now: float) -> None:
+        """Once a second: who I am until the router knows, then how I am."""
+        if self._known_router is not None and now - self._router_seen > self._config.router_silence_seconds:
+            self._lose(self._known_router, now)
+            self._known_router = None
+        if now < self._next_heartbeat:
+            return
+        self._next_heartbeat = now + self._config.heartbeat_seconds
+        greeting = Hello(card=self._card) if self._known_router is None else Heartbeat(load=self.load())
+        self._mailbox.send(self._router, greeting)
+        self._tell_cache_events()
+
+    def _meet_router(self, router: Peer, now: float) -> None:
+        """A router with another incarnation is a new one: what the former wanted is void."""
+        self._router_seen = now
+        if router != self._known_router:
+            if self._known_router is not None:
+                self._lose(self._known_router, now)
+            self._known_router = router
+
+    def _meet(self, router: Peer, workers: list[PeerInfo], now: float) -> None:
+        """All live workers; whoever is missing now is dead."""
+        alive = {info.peer for info in workers}
+        for peer in self._peers - alive:
+            self._lose(peer, now)
+        self._peers = alive
+        self._links.update(router, workers, now)
+
+    def _lose(self, peer: Peer, now: float) -> None:
+        for part in self._parts:
+            part.lose(peer, now)
+        self._mailbox.forget(peer)
+
+    def _tell_cache_events(self) -> None:
+        if events := self._model.tables.prefixes.take_events():
+            self._mailbox.send(self._router, events)
+
+    def load(self) -> WorkerLoad:
+        """This worker's state now and its counters."""
+        prefill, decode = self._prefill, self._decode
+        return WorkerLoad(
+            books=self._model.tables.pool.books(),
+            is_accepting=not self._is_draining,
+            num_queued_prompt_tokens=prefill.num_queued_tokens,
+            num_waiting=prefill.num_waiting + decode.num_preempted,
+            num_running=prefill.num_computing + decode.num_running,
+            num_arriving=decode.num_arriving,
+            num_kept_for_decode=prefill.num_kept,
+            resident_bytes=_resident_bytes(),
+            total_steps=self._engine.num_steps,
+            total_preemptions=decode.num_preemptions,
+            total_prompt_tokens=prefill.num_prompt_tokens,
+            total_cached_tokens=prefill.num_cached_tokens,
+            total_output_tokens=decode.num_output_tokens,
+            total_transfers=prefill.num_transfers,
+            total_transfer_failures=prefill.num_transfer_failures,
+            total_blocks_pushed=prefill.num_blocks_pushed,
+            total_blocks_skipped=prefill.num_blocks_skipped,
+            total_bytes_pushed=prefill.num_bytes_pushed,
+            total_messages_rejected=self._mailbox.num_rejected,
+        )
+
+    # --- small change --------------------------------------------------------------------------
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._prefill.num_requests or self._decode.num_requests)
+
+    def _seconds_to_heartbeat(self) -> float:
+        return max(0.001, self._next_heartbeat - time.monotonic())
+
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def _clear_wake(self) -> None:
+        with suppress(BlockingIOError):  # something else woke us
+            os.eventfd_read(self._wake)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._is_draining:
+            sys.exit(1)
+        self._is_draining = True
+        self._next_heartbeat = 0.0
+        self._wake_up()
+
+    def _close(self) -> None:
+        self._model.executor.close()
+        self._links.close()
+        self._mailbox.close(linger_seconds=1.0)
+
+
+def _show_progress(done: int, total: int) -> None:
+    if done in (1, total) or done % 10 == 0:
+        _log.info("loading weights: %d of %d layers", done, total)
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process (Linux /proc, in pages)."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
