@@ -27,6 +27,7 @@ from crossdock.benchmarks import servers
 from crossdock.benchmarks.servers import Exports, Server
 from crossdock.benchmarks.workload import LoadRequest
 from crossdock.deploy.model_source import resolve
+from crossdock.router.text import load_text
 
 CANDIDATES = "loop,llm,mixed,pd"
 
@@ -147,7 +148,7 @@ def exported(cache: Path) -> Exports:
         print(f"writing the demo model in float32 to {cache}", flush=True)
         export_folder(source.path, folder)
         export_float32_gguf(source.path, gguf)
-    return Exports(folder, gguf, source.generation_defaults().eos_token_ids[0])
+    return Exports(folder, gguf, min(load_text(source.path).eos_ids))
 
 
 def as_table(speeds: list[Speed]) -> str:

@@ -5,16 +5,13 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 from importlib.util import find_spec
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
 
 from ..core.gguf_config import hf_config
 from ..core.gguf_header import read_header
@@ -26,8 +23,6 @@ HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "model*.safetensors"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = "model*.safetensors"
 _END_BYTES = 1 << 20
-_Read = TypeVar("_Read")
-_GGUF_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class ModelSourceError(ValueError):
@@ -37,23 +32,6 @@ class ModelSourceError(ValueError):
 class ModelKind(StrEnum):
     GGUF = "gguf"
     FOLDER = "folder"
-
-
-class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model's authors advise, from ``generation_config.json``; ``None`` where they do not say."""
-
-    eos_token_id: int | list[int] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Without the tokenizer's own end of sequence, which the router adds."""
-        if self.eos_token_id is None:
-            return ()
-        return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +49,7 @@ class ModelSource:
         """As Hugging Face's ``config.json`` has it."""
         if self.kind is ModelKind.FOLDER:
             return _json_object(self.path / "config.json")
-        return _from_gguf(self.path, lambda data: hf_config(read_header(data), data))
-
-    def gguf_metadata(self) -> dict[str, object]:
-        """A GGUF file's own keys, the tokenizer's among them."""
-        return _from_gguf(self.path, lambda data: read_header(data).metadata)
-
-    def generation_defaults(self) -> GenerationDefaults:
-        """An end of sequence that ``generation_config.json`` does not name is taken from the config."""
-        if self.kind is ModelKind.GGUF:
-            return _gguf_defaults(self.gguf_metadata())
-        path = self.path / "generation_config.json"
-        advice = _json_object(path) if path.exists() else {}
-        if advice.get("eos_token_id") is None:
-            advice |= {"eos_token_id": _config_end(self.config())}
-        try:
-            return msgspec.convert(advice, GenerationDefaults)
-        except msgspec.ValidationError as error:
-            raise ModelSourceError(f"generation defaults of {self.path}: {error}") from None
+        return _gguf_config(self.path)
 
     def weight_files(self) -> list[Path]:
         return [self.path] if self.kind is ModelKind.GGUF else sorted(self.path.glob(_WEIGHTS))
@@ -150,10 +111,10 @@ def _download(model: str) -> Path:
         raise ModelSourceError(f"model {model!r} is no local path, and the hub did not give it: {error}") from None
 
 
-def _from_gguf(path: Path, read: Callable[[mmap], _Read]) -> _Read:
+def _gguf_config(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            return read(data)
+            return hf_config(read_header(data), data)
     except (OSError, ValueError) as error:
         raise ModelSourceError(f"{path}: {error}") from None
 
@@ -166,19 +127,6 @@ def _json_object(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise ModelSourceError(f"{path} holds no JSON object")
     return content
-
-
-def _config_end(config: dict[str, object]) -> object:
-    """``eos_token_id`` of a ``config.json``, which models with several parts keep one level down."""
-    text = config.get("text_config")
-    inner = text.get("eos_token_id") if isinstance(text, dict) else None
-    return config.get("eos_token_id", inner)
-
-
-def _gguf_defaults(metadata: dict[str, object]) -> GenerationDefaults:
-    """End of sequence, of turn and of message all end an answer, as in llama.cpp."""
-    ids = [metadata.get(f"tokenizer.ggml.{key}") for key in _GGUF_END_KEYS]
-    return GenerationDefaults(eos_token_id=list(dict.fromkeys(i for i in ids if isinstance(i, int))))
 
 
 def _ends(path: Path) -> Iterator[bytes]:

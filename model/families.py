@@ -5,10 +5,19 @@ old ``rope_theta`` with ``rope_scaling`` and the ``rope_parameters`` of Transfor
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from .spec import DecoderSpec, DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
+from .spec import (
+    DecoderSpec,
+    DynamicScaling,
+    FrequencyFactors,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 Config = Mapping[str, object]
 
@@ -115,6 +124,13 @@ def _llama3(rope: Config, config: Config) -> RopeScaling:
     return Llama3Scaling(_float(rope, "factor"), low, high, _original_length(rope, config))
 
 
+def _frequency_factors(rope: Config, config: Config) -> RopeScaling:
+    factors = rope.get("frequency_factors")
+    if not isinstance(factors, Sequence) or not factors:
+        raise ValueError(f"frequency_factors is {factors!r}, not a list of numbers")
+    return FrequencyFactors(tuple(float(factor) for factor in factors))
+
+
 def _yarn(rope: Config, config: Config) -> RopeScaling:
     original_length = _original_length(rope, config)
     factor = _float(rope, "factor", _int(config, "max_position_embeddings") / original_length)
@@ -134,6 +150,7 @@ ROPE_TYPES: Mapping[str, Callable[[Config, Config], RopeScaling | None]] = {
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "frequency_factors": _frequency_factors,
 }
 
 

@@ -158,4 +158,5 @@ class RandomWeights:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape) if name.endswith(".weight") else torch.zeros(shape)
-        return torch.randn(shape, generator=self._generator) / prod(shape[1:]) ** 0.5
+        weight: Tensor = torch.randn(shape, generator=self._generator) / prod(shape[1:]) ** 0.5
+        return weight

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .spec import DynamicScaling, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from .spec import DynamicScaling, FrequencyFactors, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ def scaled_frequencies(spec: RopeSpec, exponents: Tensor) -> Tensor:
     match spec.scaling:
         case LinearScaling(factor):
             return plain / factor
+        case FrequencyFactors(factors):
+            return plain / torch.tensor(factors, device=exponents.device)
         case Llama3Scaling():
             return llama3_frequencies(spec.scaling, plain)
         case YarnScaling():
@@ -80,7 +82,8 @@ def llama3_frequencies(scaling: Llama3Scaling, plain: Tensor) -> Tensor:
 def yarn_frequencies(scaling: YarnScaling, theta: float, exponents: Tensor) -> Tensor:
     """YaRN: dimensions that turn often keep their frequency, slow ones are interpolated, a ramp between."""
     num_pairs = len(exponents)
-    low, high = (_yarn_dimension(scaling, theta, turns, 2 * num_pairs) for turns in (scaling.beta_fast, scaling.beta_slow))
+    turns = (scaling.beta_fast, scaling.beta_slow)
+    low, high = (_yarn_dimension(scaling, theta, num_turns, 2 * num_pairs) for num_turns in turns)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)

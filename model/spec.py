@@ -46,7 +46,14 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class FrequencyFactors:
+    """Each frequency divided by a factor of its own, ``[head_dim / 2]``, as GGUF files write Llama 3's scaling."""
+
+    factors: tuple[float, ...]
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 
 @dataclass(frozen=True, slots=True)

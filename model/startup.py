@@ -59,6 +59,7 @@ def load_model(
     num_blocks = config.num_blocks or config.kv_bytes // layout.block_bytes
     max_model_len = longest_request(config, spec.max_position_embeddings, num_blocks)
     transformer = build_transformer(spec, checkpoint, dtype, on_progress=on_progress)
+    checkpoint.close()
     kv = KvTensors(layout, num_blocks, allocate(num_blocks * layout.block_bytes) if allocate else None)
     pool = BlockPool(num_blocks)
     hasher = BlockHasher(cluster_key, model_root(cluster_key, fingerprint, layout), config.block_size)

@@ -7,7 +7,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..core.block_hash import BlockHasher, model_root
 from ..core.config import RouterConfig
@@ -38,6 +38,8 @@ from .placement import Demand, NoCapacity, Placement, place, record
 from .prefix_map import PrefixMap
 
 TICK_SECONDS = 1.0
+MAX_TOKENS_A_TURN = 32
+"""So many are brought to their clients before new requests get their turn of the event loop."""
 
 _log = logging.getLogger("crossdock.router")
 
@@ -273,9 +275,21 @@ class Dispatcher:
 
     async def _receive(self) -> None:
         while True:
-            self.handle(await self._mailbox.receive())
+            for delivery in _in_turns(await self._mailbox.receive()):
+                self.handle(delivery)
+                await asyncio.sleep(0)
 
     async def _keep_time(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.tick()
+
+
+def _in_turns(delivery: Delivery) -> Iterator[Delivery]:
+    """The message in pieces, each of them little work."""
+    message = delivery.message
+    if not isinstance(message, Tokens) or len(message.deltas) <= MAX_TOKENS_A_TURN:
+        yield delivery
+        return
+    for start in range(0, len(message.deltas), MAX_TOKENS_A_TURN):
+        yield Delivery(delivery.sender, Tokens(deltas=message.deltas[start : start + MAX_TOKENS_A_TURN]))

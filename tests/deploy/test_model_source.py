@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 from safetensors.numpy import save_file
 
 from crossdock.deploy import model_source
-from crossdock.deploy.model_source import GenerationDefaults, ModelKind, ModelSource, ModelSourceError, resolve
+from crossdock.deploy.model_source import ModelKind, ModelSource, ModelSourceError, resolve
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 4, "eos_token_id": 3}
 
@@ -54,9 +54,7 @@ def test_demo_is_the_file_inside_the_installed_package() -> None:
     assert (source.kind, source.name) == (ModelKind.GGUF, "demo")
     assert source.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert source.config()["num_hidden_layers"] == 30
-    assert source.generation_defaults() == GenerationDefaults(eos_token_id=[2])
     assert len(source.fingerprint()) == 32
-    assert source.gguf_metadata()["tokenizer.ggml.pre"] == "smollm"
 
 
 def test_demo_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +81,6 @@ def test_gguf_file(tmp_path: Path) -> None:
     source = resolve(str(path))
     assert source == ModelSource(ModelKind.GGUF, path, "Tiny-Q4")
     assert source.config()["vocab_size"] == 320
-    assert source.generation_defaults().eos_token_ids == (2, 5)
     assert source.weight_files() == [path]
 
 
@@ -158,41 +155,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ModelSourceError, match=r"tiny\.gguf: "):
             resolve(str(path)).config()
-
-
-# --- generation defaults ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("files", "eos_token_ids"),
-    [
-        ({"generation_config": {"eos_token_id": [1, 2]}}, (1, 2)),
-        ({"generation_config": {"eos_token_id": 2}}, (2,)),
-        ({"generation_config": {"temperature": 0.6}}, (3,)),
-        ({"generation_config": {"eos_token_id": None}}, (3,)),
-        ({}, (3,)),
-        ({"config": {"eos_token_id": [4, 5]}}, (4, 5)),
-        ({"config": {"text_config": {"eos_token_id": 6}}}, (6,)),
-        ({"config": {}}, ()),
-    ],
-)
-def test_ends_of_sequence_come_as_int_as_list_or_not_at_all(
-    tmp_path: Path, files: dict[str, object], eos_token_ids: tuple[int, ...]
-) -> None:
-    """Case H1."""
-    assert resolve(str(write_folder(tmp_path / "tiny", **files))).generation_defaults().eos_token_ids == eos_token_ids
-
-
-def test_sampling_defaults_are_the_authors(tmp_path: Path) -> None:
-    advice = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "do_sample": True}
-    defaults = resolve(str(write_folder(tmp_path / "tiny", generation_config=advice))).generation_defaults()
-    assert defaults == GenerationDefaults(eos_token_id=3, temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05)
-
-
-def test_defaults_of_the_wrong_type_are_refused(tmp_path: Path) -> None:
-    source = resolve(str(write_folder(tmp_path / "tiny", generation_config={"temperature": "hot"})))
-    with pytest.raises(ModelSourceError, match=r"generation defaults of .*tiny: .*\$\.temperature"):
-        source.generation_defaults()
 
 
 # --- fingerprint -----------------------------------------------------------------------------

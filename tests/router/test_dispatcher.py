@@ -1,7 +1,7 @@
 """The control plane of the router, message by message, with a clock and a mailbox in the test's hand."""
 
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import pytest
 
@@ -47,8 +47,7 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype
 P1, P2, D1, D2, M = (Peer(f"tcp://{name}:1", Incarnation(name)) for name in ("p1", "p2", "d1", "d2", "m"))
 
 
-@dataclass
-class Sent:
+class Sent(NamedTuple):
     to: Peer
     message: Message
 
@@ -479,9 +478,6 @@ def test_a_token_that_never_comes_ends_the_stream_instead_of_leaving_a_hole() ->
     stage.pass_time(4, P1, P2, D1, D2, running=1)
     assert client.tokens == [50]
     assert client.failures == [Failure("a message between router and workers was lost", is_retryable=True)]
-
-
-# --- noise -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", [Peers(workers=[]), WhoAreYou(), SnapshotRequest()])
