@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from .benchmarks.bench import bench
 from .core.config import EngineConfig, RouterConfig, TransferConfig, WorkerConfig
 from .core.messages import Incarnation, Role
 from .deploy.launch import USAGE_STATUS, WorkerCommand, WorkerFailed, WorkerGroup, end_with_parent
@@ -228,6 +229,9 @@ def _resolve(model: str) -> ModelSource:
 def _fail(reason: str) -> NoReturn:
     print(f"crossdock: {reason}", file=sys.stderr)
     raise SystemExit(USAGE_STATUS)
+
+
+app.command()(bench)
 
 
 def main() -> None:

@@ -2,10 +2,11 @@
 
     python -P -m crossdock.benchmarks.router [STREAMS] [TOKENS_A_SECOND] [SECONDS]
 
-The stubs send the next token of every open request at a fixed pace, as engines do: one message a step. Clients and
-stubs share another core, so that what they cost is not counted. Printed are the streamed tokens a second, the
-share of its core that the router took (and so the rate at which the core would be full), its memory, and the time
-that it adds to the first token: from the client's request to the stub's task, and from the stub's token to the client.
+A second process holds the streams open and plays their workers: stubs that send the next token of each of their
+requests at a fixed pace, one message a step, as engines do. The first process then asks for one token after the other
+and answers itself, at once: how long that takes is what the router adds to the first token (connection and client
+included). Printed are the streamed tokens a second, the share of its core that the router took, which tells at what
+rate the core would be full, and its memory.
 """
 
 import asyncio
@@ -54,6 +55,7 @@ from .sse_client import HttpRequest, exchange
 PROMPT_TOKENS = 256
 VOCAB_SIZE = 257
 SLOTS_A_STUB = 256
+ENDLESS = 1_000_000
 ROUTER_CORE, CLIENT_CORE = 0, 1
 
 clock = time.perf_counter
@@ -78,9 +80,8 @@ class Stub:
     router: Peer
     step_seconds: float
     mailbox: AsyncMailbox
+    is_accepting: bool = True
     requests: dict[RequestId, Open] = field(default_factory=dict)
-    started: dict[str, float] = field(default_factory=dict)
-    """When the first token of each request was asked for and sent, which is the same moment, by the client's id."""
 
     async def receive(self) -> None:
         while True:
@@ -88,7 +89,6 @@ class Stub:
                 case WhoAreYou():
                     self.mailbox.send(self.router, Hello(card=CARD))
                 case PrefillTask(request=request):
-                    self.started[request.request_id.partition("-")[2].partition("-")[0]] = clock()
                     opened = self.requests[request.request_id] = Open(request.max_tokens)
                     self.mailbox.send(self.router, Tokens(deltas=[self._next(request.request_id, opened)]))
                 case Abort(request_id):
@@ -99,16 +99,17 @@ class Stub:
         while True:
             next_at += self.step_seconds
             await asyncio.sleep(max(0.0, next_at - clock()))
+            self.requests = {name: opened for name, opened in self.requests.items() if not opened.is_done}
             deltas = [self._next(request_id, opened) for request_id, opened in self.requests.items()]
             if deltas:
                 self.mailbox.send(self.router, Tokens(deltas=deltas))
-            self.requests = {name: opened for name, opened in self.requests.items() if not opened.is_done}
 
     async def beat(self) -> None:
         while True:
             books = PoolBooks(free=CARD.num_blocks, cached=0, leased=0, quarantined=0)
-            self.mailbox.send(self.router, Heartbeat(load=WorkerLoad(books=books, num_running=len(self.requests))))
-            await asyncio.sleep(1)
+            load = WorkerLoad(books=books, is_accepting=self.is_accepting, num_running=len(self.requests))
+            self.mailbox.send(self.router, Heartbeat(load=load))
+            await asyncio.sleep(0.5)
 
     def _next(self, request_id: RequestId, opened: Open) -> TokenDelta:
         index = opened.num_sent
@@ -128,36 +129,14 @@ CARD = WorkerCard(
 )
 
 
-@dataclass(slots=True)
-class Tally:
-    """What the clients saw."""
+def start_stub(router: Peer, name: str, step_seconds: float) -> tuple[Stub, list[asyncio.Task[None]]]:
+    stub = Stub(router, step_seconds, AsyncMailbox("127.0.0.1", 0, Incarnation(name)))
+    return stub, [asyncio.create_task(work) for work in (stub.receive(), stub.step(), stub.beat())]
 
-    num_tokens: int = 0
-    num_open: int = 0
-    first_tokens: list[float] = field(default_factory=list)
 
-    async def stream(self, url: str, max_tokens: int, stubs: list[Stub]) -> None:
-        """One streamed request, from its connection to its last event."""
-        body = {"model": "stub", "prompt": "x" * PROMPT_TOKENS, "max_tokens": max_tokens, "stream": True}
-        request = HttpRequest("POST", url + "/v1/completions", orjson.dumps(body | {"ignore_eos": True}))
-        sent_at, has_token = clock(), False
-
-        def on_body(data: bytes) -> None:
-            nonlocal has_token
-            if not has_token:
-                has_token = True
-                self.first_tokens.append(clock() - sent_at)
-            self.num_tokens += data.count(b'"text"')
-
-        self.num_open += 1
-        status = await exchange(request, on_body)
-        self.num_open -= 1
-        assert status == 200, f"the router answered {status}"
-
-    async def keep_open(self, url: str, max_tokens: int, stubs: list[Stub], delay: float) -> None:
-        await asyncio.sleep(delay)
-        while True:
-            await self.stream(url, max_tokens, stubs)
+def completion(url: str, max_tokens: int) -> HttpRequest:
+    body = {"model": "stub", "prompt": "x" * PROMPT_TOKENS, "max_tokens": max_tokens, "stream": True}
+    return HttpRequest("POST", url + "/v1/completions", orjson.dumps(body | {"ignore_eos": True}))
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -207,50 +186,85 @@ def resident_mib(pid: int) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
-async def measure(url: str, router: Peer, pid: int, num_streams: int, rate: float, seconds: float) -> None:
+async def hold_streams(url: str, router: Peer, num_streams: int, rate: float, told: Connection) -> None:
+    """Open the streams, tell so, and from then on answer each question with the number of tokens received."""
+    num_tokens = num_open = 0
+
+    def on_body(data: bytes) -> None:
+        nonlocal num_tokens
+        num_tokens += data.count(b'"text"')
+
     num_stubs = -(-num_streams // SLOTS_A_STUB)
-    step_seconds = num_streams / rate
-    stubs = [
-        Stub(router, step_seconds, AsyncMailbox("127.0.0.1", 0, Incarnation(f"stub{n}"))) for n in range(num_stubs)
-    ]
-    work = [asyncio.create_task(task) for stub in stubs for task in (stub.receive(), stub.step(), stub.beat())]
+    started = [start_stub(router, f"stub{n}", num_streams / rate) for n in range(num_stubs)]
+    await asyncio.sleep(3)
+    streams = []
+    for num_open in range(1, num_streams + 1):
+        streams.append(asyncio.create_task(exchange(completion(url, ENDLESS), on_body)))
+        await asyncio.sleep(0.005)
+    while sum(len(stub.requests) for stub, _ in started) < num_open:
+        await asyncio.sleep(0.1)
+    for stub, _ in started:
+        stub.is_accepting = False
+    await asyncio.sleep(1)
+    told.send(num_open)
+    asyncio.get_running_loop().add_reader(told.fileno(), lambda: told.send(told.recv() or num_tokens))
+    await asyncio.gather(*streams)
+
+
+def be_load(url: str, router: Peer, num_streams: int, rate: float, told: Connection) -> None:
+    os.sched_setaffinity(0, {CLIENT_CORE})
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(hold_streams(url, router, num_streams, rate, told))
+
+
+async def probe(url: str, router: Peer, seconds: float) -> list[float]:
+    """Seconds from the request to the end of an answer of one token, in ascending order."""
+    _, tasks = start_stub(router, "probe", 1.0)
     await asyncio.sleep(2)
-    max_tokens = max(2, round(seconds / step_seconds))
-    tally = Tally()
-    ramp = step_seconds * max_tokens
-    work += [
-        asyncio.create_task(tally.keep_open(url, max_tokens, stubs, ramp * n / num_streams)) for n in range(num_streams)
-    ]
-    await asyncio.sleep(ramp + 1)
-    tally.num_tokens, tally.first_tokens = 0, []
-    began, cpu_before = clock(), cpu_seconds(pid)
-    await asyncio.sleep(seconds)
-    wall, cpu = clock() - began, cpu_seconds(pid) - cpu_before
-    show(tally, wall, cpu, resident_mib(pid))
-    for task in work:
+    taken, end = [], clock() + seconds
+    while clock() < end:
+        began = clock()
+        status = await exchange(completion(url, 1), lambda data: None)
+        assert status == 200, f"the router answered {status}"
+        taken.append(clock() - began)
+        await asyncio.sleep(0.02)
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*work, return_exceptions=True)
-    for stub in stubs:
-        stub.mailbox.close()
+    return sorted(taken)
 
 
-def show(tally: Tally, wall: float, cpu: float, mib: float) -> None:
-    rate = tally.num_tokens / wall
-    ordered = sorted(tally.first_tokens)
-    print(f"{tally.num_open} open streams, {rate:.0f} tokens/s, {len(ordered) / wall:.1f} requests/s")
-    print(f"router: {100 * cpu / wall:.0f} % of a core, full at {tally.num_tokens / cpu:.0f} tokens/s; {mib:.0f} MiB")
-    if ordered:
-        p50, p99 = (1000 * percentile(ordered, share) for share in (0.5, 0.99))
-        print(f"added to the first token: {p50:.2f} ms at the median, {p99:.2f} ms at p99")
+def measure(url: str, router: Peer, pid: int, told: Connection, seconds: float) -> None:
+    """Print what the router does and costs while the load runs."""
+    print(f"{told.recv()} open streams")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        began, cpu_before, tokens_before = clock(), cpu_seconds(pid), asked(told)
+        taken = runner.run(probe(url, router, seconds))
+        tokens, cpu, wall = asked(told) - tokens_before, cpu_seconds(pid) - cpu_before, clock() - began
+    print(f"{tokens / wall:.0f} tokens/s and {len(taken) / wall:.0f} short requests/s")
+    print(
+        f"router: {100 * cpu / wall:.0f} % of a core, full at {tokens / cpu:.0f} tokens/s; {resident_mib(pid):.0f} MiB"
+    )
+    p50, p99 = (1000 * percentile(taken, share) for share in (0.5, 0.99))
+    print(f"first token of a short request: {p50:.2f} ms at the median, {p99:.2f} ms at p99")
+
+
+def asked(told: Connection) -> int:
+    told.send(0)
+    return int(told.recv())
 
 
 def main() -> None:
     given = [float(argument) for argument in sys.argv[1:]]
     num_streams, rate, seconds = [*given, *(1000.0, 10_000.0, 10.0)[len(given) :]]
+    os.sched_setaffinity(0, {CLIENT_CORE})
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
     with router_process() as (url, router, pid):
-        os.sched_setaffinity(0, {CLIENT_CORE})
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(measure(url, router, pid, int(num_streams), rate, seconds))
+        load = context.Process(target=be_load, args=(url, router, int(num_streams), rate, theirs))
+        load.start()
+        measure(url, router, pid, ours, seconds)
+        load.terminate()
+        load.join()
 
 
 if __name__ == "__main__":

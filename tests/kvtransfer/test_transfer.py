@@ -267,6 +267,23 @@ def test_a_reservation_that_lay_in_the_mailbox_of_a_stalled_worker_is_not_used()
     assert crossing.outcomes == [Failed("the lease expired unused")]
 
 
+def test_late_messages_of_an_earlier_lease_do_not_count_for_the_next() -> None:
+    crossing = Crossing(SETUPS[0])
+    offer = crossing.packets.pop(0)
+    crossing.finish()
+    crossing.deliver(offer)
+    crossing.deliver(crossing.packets.pop(0))
+    late = list(crossing.packets)
+    assert [type(packet.message) for packet in late] == [Push, Push, Commit]
+    crossing.obey(crossing.sender.cancel("the client left"))
+    crossing.deliver(crossing.packets.pop())
+    assert crossing.decode.pool.books().free == POOL_BLOCKS
+    crossing.deliver(offer)
+    for packet in late:
+        crossing.deliver(packet)
+    assert crossing.decode.num_attached == 0 and crossing.decode.pool.books().leased == 3
+
+
 @pytest.mark.parametrize("lost", [Offer, Push, Commit, Attached], ids=lambda lost: lost.__name__)
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.transport)
 def test_a_message_that_is_always_lost_ends_both_sides_within_bounds(setup: Setup, lost: type) -> None:
