@@ -41,10 +41,18 @@ Model = Annotated[str, typer.Argument(help="demo, a folder, a .gguf file, or a n
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port of the HTTP API; 0 lets the system choose.", min=0, max=65535)]
 ServedName = Annotated[str | None, typer.Option(help="Model name that clients see.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or auto (float32 on a CPU).")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto (a GPU if there is one).")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or auto (the model's on a GPU, float32 on a CPU).")]
+LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights from config.json alone, for benchmarks.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)]
-KvMemory = Annotated[str, typer.Option(help="Memory of each worker's KV pool, like 256MiB or 2G.")]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(help="Memory of each worker's KV pool, like 256MiB or 2G; 256MiB on a CPU, what is left on a GPU."),
+]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks of each pool, instead of --kv-memory.", min=2)]
+GpuMemoryUtilization = Annotated[
+    float, typer.Option(help="Share of a GPU's memory that weights, graphs and pool may take.", min=0.05, max=1.0)
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.", min=2)]
 MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in one step.", min=1)]
 ChunkTokens = Annotated[int, typer.Option(help="Token budget of one step.", min=16)]
@@ -57,7 +65,6 @@ Threads = Annotated[
 
 ENGINE, TRANSFER, ROUTER = EngineConfig(), TransferConfig(), RouterConfig(model="")
 TRANSPORTS = ",".join(TRANSFER.transports)
-KV_MEMORY = f"{ENGINE.kv_bytes >> 20}MiB"
 
 
 @app.command()
@@ -69,10 +76,13 @@ def serve(
     host: Host = ROUTER.host,
     port: Port = ROUTER.port,
     served_model_name: ServedName = None,
+    device: Device = ENGINE.device,
     dtype: Dtype = ENGINE.dtype,
+    load_format: LoadFormat = ENGINE.load_format,
     block_size: BlockSize = ENGINE.block_size,
-    kv_memory: KvMemory = KV_MEMORY,
+    kv_memory: KvMemory = None,
     num_blocks: NumBlocks = None,
+    gpu_memory_utilization: GpuMemoryUtilization = ENGINE.gpu_memory_utilization,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
     chunk_tokens: ChunkTokens = ENGINE.chunk_tokens,
@@ -88,9 +98,11 @@ def serve(
     """
     roles = _roles(prefill, decode, mixed)
     flags = [
+        f"--device={device}",
         f"--dtype={dtype}",
+        f"--load-format={load_format}",
         f"--block-size={block_size}",
-        f"--kv-memory={kv_memory}",
+        f"--gpu-memory-utilization={gpu_memory_utilization}",
         f"--max-num-seqs={max_num_seqs}",
         f"--chunk-tokens={chunk_tokens}",
         f"--layer-groups={layer_groups}",
@@ -99,6 +111,7 @@ def serve(
         f"--threads={threads or max(1, _num_cores() // len(roles))}",
         f"--parent-pid={os.getpid()}",
     ]
+    flags += [f"--kv-memory={kv_memory}"] if kv_memory else []
     flags += [f"--num-blocks={num_blocks}"] if num_blocks else []
     flags += [f"--max-model-len={max_model_len}"] if max_model_len else []
     config = RouterConfig(model, host=host, port=port, served_model_name=served_model_name)
@@ -134,10 +147,13 @@ def worker(
     router: Annotated[str, typer.Option(help="Control address of the router, tcp://host:port.")],
     role: Annotated[Role, typer.Option(help="Which work the router may send here.")] = Role.MIXED,
     host: Annotated[str, typer.Option(help="Address of this host that routers and peers can reach.")] = "127.0.0.1",
+    device: Device = ENGINE.device,
     dtype: Dtype = ENGINE.dtype,
+    load_format: LoadFormat = ENGINE.load_format,
     block_size: BlockSize = ENGINE.block_size,
-    kv_memory: KvMemory = KV_MEMORY,
+    kv_memory: KvMemory = None,
     num_blocks: NumBlocks = None,
+    gpu_memory_utilization: GpuMemoryUtilization = ENGINE.gpu_memory_utilization,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
     chunk_tokens: ChunkTokens = ENGINE.chunk_tokens,
@@ -152,10 +168,13 @@ def worker(
     if parent_pid is not None:
         end_with_parent(parent_pid)
     engine = EngineConfig(
+        device=device,
         dtype=dtype,
+        load_format=load_format,
         block_size=block_size,
-        kv_bytes=parse_bytes(kv_memory),
+        kv_bytes=parse_bytes(kv_memory) if kv_memory else None,
         num_blocks=num_blocks,
+        gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         chunk_tokens=chunk_tokens,
@@ -197,7 +216,10 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
         group.start()
         serve_router(config, listener, mailbox, load_text(source.path), group.run)
     except* WorkerFailed as failures:
-        _fail("; ".join(str(failure) for failure in failures.exceptions))
+        failure: BaseException = failures
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        _fail(str(failure))
     finally:
         group.stop()
 

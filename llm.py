@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn, cast
 
-import msgspec
 from tqdm import tqdm
 
 from .core.config import EngineConfig
@@ -23,6 +23,7 @@ from .core.messages import (
     Incarnation,
     Message,
     Peer,
+    PoolBooks,
     PrefillTask,
     PromptLogprobs,
     Push,
@@ -30,7 +31,7 @@ from .core.messages import (
     TokenDelta,
     WorkerCard,
 )
-from .core.part import Delivery, Part, TransferFailed, refuse_unfit
+from .core.part import Delivery, Part, TransferFailed
 from .core.request import Request, RequestId, SamplingParams, TransferId
 from .core.sequence import FinishReason
 from .decode.part import DecodePart
@@ -39,8 +40,10 @@ from .model.engine import Engine, Step
 from .model.startup import load_model
 from .prefill.part import PrefillPart
 from .router.chat_template import ChatMessage
+from .router.offline import batch_chat, batch_choices, batch_prompt
 from .router.output import Choice, OutputAssembler, PreparedPrompt, TokenEntry
-from .router.sampling import choice_seed
+from .router.prepare import Limits
+from .router.sampling import SEED_BITS
 from .router.text import load_text
 
 HERE = Peer("offline", Incarnation("offline"))
@@ -61,12 +64,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """All answers to one prompt, ``n`` of them."""
+    """All answers to one prompt, ``n`` of them. ``prompt_logprobs`` are there if asked for, one a token."""
 
     prompt: str
     prompt_token_ids: tuple[int, ...]
     num_cached_tokens: int
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenEntry, ...] = ()
 
 
 class LLM:
@@ -81,7 +85,8 @@ class LLM:
         fingerprint = source.fingerprint()
         self._text = load_text(source.path)
         loaded = load_model(source.path, fingerprint, CLUSTER_KEY, config)
-        card = WorkerCard(
+        self._limits = Limits(model, loaded.max_model_len, loaded.spec.vocab_size)
+        self._card = WorkerCard(
             role=Role.MIXED,
             model=fingerprint,
             layout=loaded.layout,
@@ -90,14 +95,26 @@ class LLM:
             vocab_size=loaded.spec.vocab_size,
             num_layer_groups=loaded.executor.num_layer_groups,
         )
+        self._config = config
+        self._executor = loaded.executor
+        self._tables = loaded.tables
+        self._compose()
+
+    def _compose(self) -> None:
+        """The parts and the loop around the executor, as a worker has them."""
+        card, tables, config = self._card, self._tables, self._config
         self._collector = _Collector()
-        decode = DecodePart(card, loaded.tables, self._collector, (), _nothing_lands, NEVER_SECONDS)
+        decode = DecodePart(card, tables, self._collector, (), _nothing_lands, NEVER_SECONDS)
         prefill = PrefillPart(
-            HERE, card, loaded.tables, self._collector, decode.adopt, lambda: decode.num_held_back, NEVER_SECONDS
+            HERE, card, tables, self._collector, decode.adopt, lambda: decode.num_held_back, NEVER_SECONDS
         )
         self._parts: tuple[Part, Part] = (decode, prefill)
-        self._engine = Engine(loaded.executor, loaded.tables, self._parts, config.chunk_tokens, config.max_num_seqs)
-        self._card = card
+        self._engine = Engine(self._executor, tables, self._parts, config.chunk_tokens, config.max_num_seqs)
+
+    def _begin_anew(self) -> None:
+        """Forget all requests and blocks. A step still on the device is no danger: later ones run after it."""
+        self._tables = self._tables.emptied()
+        self._compose()
 
     def generate(
         self,
@@ -108,10 +125,11 @@ class LLM:
         """Answers to all prompts, in their order; a prompt is a text or a list of token ids.
 
         Without ``params`` the model's own defaults hold; with ``max_tokens`` unset an answer may be as long as the
-        longest request. Raises ``ValueError`` for a prompt that is empty, too long or holds ids outside the vocabulary,
-        before any work.
+        longest request. Raises ``ValueError``, before any work, for what the server would refuse: a prompt that is
+        empty, too long or holds ids outside the vocabulary, and parameters out of their range.
         """
-        prepared = [self._prepare(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        several = [prompts] if isinstance(prompts, str) else prompts
+        prepared = [batch_prompt(prompt, self._text, self._limits.vocab_size) for prompt in several]
         return self._answer(prepared, params, show_progress)
 
     def chat(
@@ -123,80 +141,45 @@ class LLM:
         """Like `generate`, for one conversation or several, through the model's chat template."""
         is_one = len(conversations) > 0 and isinstance(conversations[0], dict)
         chats = cast(Seq[Seq[ChatMessage]], [conversations] if is_one else conversations)
-        rendered = [self._text.render_chat(chat) for chat in chats]
-        prepared = [PreparedPrompt(self._text.encode_chat(text).ids, text) for text in rendered]
-        return self._answer(prepared, params, show_progress)
+        return self._answer([batch_chat(chat, self._text) for chat in chats], params, show_progress)
 
-    def _prepare(self, prompt: str | Seq[int]) -> PreparedPrompt:
-        if isinstance(prompt, str):
-            encoded = self._text.encode(prompt)
-            return PreparedPrompt(encoded.ids, prompt, encoded.num_added)
-        return PreparedPrompt(list(prompt), self._text.decode(prompt, skips_special=False))
+    @property
+    def books(self) -> PoolBooks:
+        """How many blocks of the pool are in which state; between two calls none is leased."""
+        return self._tables.pool.books()
 
     def _answer(
         self, prompts: Seq[PreparedPrompt], params: SamplingParams | None, show_progress: bool
     ) -> list[RequestOutput]:
-        wanted = params or self._default_params()
-        choices = [self._choice(prompt, wanted, index) for prompt in prompts for index in range(wanted.n)]
-        for choice in choices:
-            self._check(choice)
-        answers = [_Answer(OutputAssembler(self._text, choice)) for choice in choices]
-        self._run(answers, show_progress)
-        outputs = [answer.output() for answer in answers]
-        results = []
-        for number, prompt in enumerate(prompts):
-            own = slice(number * wanted.n, (number + 1) * wanted.n)
-            num_cached = answers[own][0].assembler.cached_tokens
-            results.append(RequestOutput(prompt.text, tuple(prompt.token_ids), num_cached, tuple(outputs[own])))
-        return results
-
-    def _default_params(self) -> SamplingParams:
-        """What the model's authors advise."""
-        advice = self._text.defaults
-        return SamplingParams(
-            temperature=advice.temperature,
-            top_p=advice.top_p,
-            top_k=advice.top_k,
-            min_p=advice.min_p,
-            repetition_penalty=advice.repetition_penalty,
-        )
-
-    def _choice(self, prompt: PreparedPrompt, params: SamplingParams, index: int) -> Choice:
-        """The request as the router would resolve it: seed, limit and stop tokens are set, stop strings stay here."""
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        room = self._card.max_model_len - len(prompt.token_ids)
-        end_ids = () if params.ignore_eos else self._text.eos_ids
-        resolved = msgspec.structs.replace(
-            params,
-            n=1,
-            stop=(),
-            seed=choice_seed(seed, index),
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            stop_token_ids=tuple(sorted({*params.stop_token_ids, *end_ids})),
-        )
-        return Choice(index, prompt, resolved, params.stop)
-
-    def _check(self, choice: Choice) -> None:
-        request = Request(request_id=RequestId(""), prompt=choice.prompt.packed, params=choice.params)
-        if reason := refuse_unfit(request, self._card.vocab_size, self._card.max_model_len):
-            raise ValueError(reason)
+        choices = batch_choices(prompts, params, self._text, self._limits, partial(secrets.randbits, SEED_BITS))
+        answers = [[_Answer(OutputAssembler(self._text, choice)) for choice in of_prompt] for of_prompt in choices]
+        self._run([answer for of_prompt in answers for answer in of_prompt], show_progress)
+        return [_request_output(prompt, of_prompt) for prompt, of_prompt in zip(prompts, answers, strict=True)]
 
     def _run(self, answers: Seq["_Answer"], show_progress: bool) -> None:
-        """Step until every answer has its end; whatever interrupts that leaves nothing behind."""
+        """Step until every answer has its end. Whatever else ends that leaves an engine without a past."""
         running = {RequestId(str(number)): answer for number, answer in enumerate(answers)}
-        with tqdm(total=len(answers), desc="requests", disable=not show_progress) as progress:
-            self._collector.begin(running, progress)
-            try:
+        is_finished = False
+        try:
+            with tqdm(total=len(answers), desc="requests", disable=not show_progress) as progress:
+                self._collector.begin(running, progress)
                 for request_id, answer in running.items():
                     self._tell(_task(request_id, answer.assembler.choice))
-                step: Step | None = None
-                while step is not None or self._engine.has_work:
-                    step = self._engine.step(step, time.monotonic())
-                    for request_id in self._collector.take_stopped():
-                        self._tell(Abort(request_id=request_id))
-            finally:
-                for request_id in running:
-                    self._tell(Abort(request_id=request_id))
+                self._step_until_done()
+            is_finished = True
+        finally:
+            if not is_finished:
+                self._begin_anew()
+
+    def _step_until_done(self) -> None:
+        step: Step | None = None
+        while step is not None or self._engine.has_work:
+            following = self._engine.step(step, time.monotonic())
+            assert step or following or not self._engine.has_work, "a request that fits the pool alone can go on"
+            step = following
+            for request_id in self._collector.take_stopped():
+                self._tell(Abort(request_id=request_id))
+        self._tables.prefixes.check()
 
     def _tell(self, message: Message) -> None:
         for part in self._parts:
@@ -255,6 +238,17 @@ class _Collector:
 
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
         raise TransferFailed("there is no other worker")
+
+
+def _request_output(prompt: PreparedPrompt, answers: Seq[_Answer]) -> RequestOutput:
+    first = answers[0].assembler
+    return RequestOutput(
+        prompt.text,
+        tuple(prompt.token_ids),
+        min(answer.assembler.cached_tokens for answer in answers),
+        tuple(answer.output() for answer in answers),
+        tuple(first.prompt_entries()),
+    )
 
 
 def _task(request_id: RequestId, choice: Choice) -> PrefillTask:

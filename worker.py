@@ -26,6 +26,7 @@ from .core.messages import (
     Hello,
     Incarnation,
     Message,
+    Offer,
     Peer,
     PeerInfo,
     Peers,
@@ -223,6 +224,8 @@ class Worker:
                 raise SystemExit(f"the router refuses this worker: {reason}")
             case SnapshotRequest():
                 self._mailbox.send(delivery.sender, self._model.tables.prefixes.snapshot())
+            case Offer() if delivery.sender not in self._peers:
+                pass  # declared dead here: a lease granted to it now would never be ended by its death
             case _:
                 handled = [part.handle(delivery, now) for part in (self._prefill, self._decode)]
                 if not any(handled):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import orjson
+import msgspec
 import typer
 from tqdm import tqdm
 
@@ -51,19 +51,28 @@ def bench(
     if trace:
         requests = from_trace(trace, num_requests, max_len, speed, source, seed)
     else:
-        lengths = parsed(prompt_tokens), parsed(output_tokens)
+        lengths = parsed_lengths(prompt_tokens), parsed_lengths(output_tokens)
         requests = random_requests(num_requests, *lengths, source, shared_tokens, seed)
         requests = arriving_at_rate(requests, rate, seed) if rate else requests
-    endpoint = Endpoint(url, model or listed_model(url, api_key), api_key, chat, orjson.loads(extra))
+    endpoint = Endpoint(url, model or listed_model(url, api_key), api_key, chat, parsed_fields(extra))
     targets = Targets(ttft_ms / 1000, tpot_ms / 1000)
-    show(watched(LoadSpec(endpoint, tuple(requests), concurrency or None, timeout, targets, gpus)), json)
+    report = watched(LoadSpec(endpoint, tuple(requests), concurrency or None, timeout, targets, gpus))
+    show(report, json)
+    raise typer.Exit(int(report.num_failed == report.num_requests))
 
 
-def parsed(lengths: str) -> Lengths:
+def parsed_lengths(text: str) -> Lengths:
     try:
-        return Lengths.parse(lengths)
+        return Lengths.parse(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{lengths!r}: {error}") from None
+        raise typer.BadParameter(f"{text!r}: {error}") from None
+
+
+def parsed_fields(text: str) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.MsgspecError as error:
+        raise typer.BadParameter(f"{text!r} is no JSON object: {error}") from None
 
 
 def listed_model(url: str, api_key: str) -> str:
@@ -76,7 +85,10 @@ def listed_model(url: str, api_key: str) -> str:
 def from_trace(
     path: Path, num_requests: int, max_len: int, speed: float, source: PromptSource, seed: int
 ) -> list[LoadRequest]:
-    records = read_records(path)
+    try:
+        records = read_records(path)
+    except (msgspec.MsgspecError, KeyError) as error:
+        raise typer.BadParameter(f"{path} is no trace: {error}") from None
     fitting = [record for record in records if not max_len or record.input_length + record.output_length <= max_len]
     return requests_of(fitting[:num_requests], source, speed, seed)
 

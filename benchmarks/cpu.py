@@ -166,9 +166,12 @@ def table_row(speed: Speed, first: Speed) -> str:
     return f"{speed.name:<36}{speed.tokens_per_second:>10.1f}{ratio:>8.2f}{latencies}{cell(speed.ready_seconds, 1, 9)}"
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
 Environment = Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="Its virtual environment.")]
 
 
+@app.command()
 def main(
     num_requests: Annotated[int, typer.Option("--requests", help="All arrive at once.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
@@ -222,4 +225,4 @@ def median(speeds: Sequence[Speed]) -> Speed:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -148,11 +148,13 @@ def as_table(report: LoadReport) -> str:
 
 def latency_row(name: str, latency: Latency) -> str:
     values = (latency.mean, latency.p50, latency.p90, latency.p99)
-    return f"{name:<10}" + "".join(f"{value * 1000:>10.1f}" for value in values)
+    return f"{name:<10}" + "".join(f"{'-' if math.isnan(value) else f'{value * 1000:.1f}':>10}" for value in values)
 
 
 def goodput_row(goodput: Goodput) -> str:
     targets = goodput.targets
+    if targets == Targets():
+        return "goodput   no targets given"
     return (
         f"goodput   {goodput.per_gpu:.2f} requests/s a GPU; {goodput.attainment:.1%} met TTFT <= "
         f"{targets.ttft_seconds * 1000:g} ms and TPOT <= {targets.tpot_seconds * 1000:g} ms, "

@@ -56,7 +56,7 @@ PROMPT_TOKENS = 256
 VOCAB_SIZE = 257
 SLOTS_A_STUB = 256
 ENDLESS = 1_000_000
-ROUTER_CORE, CLIENT_CORE = 0, 1
+ROUTER_CORE, LOAD_CORE, PROBE_CORE = 0, 1, 2
 
 clock = time.perf_counter
 
@@ -188,7 +188,7 @@ def resident_mib(pid: int) -> float:
 
 async def hold_streams(url: str, router: Peer, num_streams: int, rate: float, told: Connection) -> None:
     """Open the streams, tell so, and from then on answer each question with the number of tokens received."""
-    num_tokens = num_open = 0
+    num_tokens = 0
 
     def on_body(data: bytes) -> None:
         nonlocal num_tokens
@@ -198,21 +198,20 @@ async def hold_streams(url: str, router: Peer, num_streams: int, rate: float, to
     started = [start_stub(router, f"stub{n}", num_streams / rate) for n in range(num_stubs)]
     await asyncio.sleep(3)
     streams = []
-    for num_open in range(1, num_streams + 1):
+    for _ in range(num_streams):
         streams.append(asyncio.create_task(exchange(completion(url, ENDLESS), on_body)))
         await asyncio.sleep(0.005)
-    while sum(len(stub.requests) for stub, _ in started) < num_open:
-        await asyncio.sleep(0.1)
+    await asyncio.sleep(2)
     for stub, _ in started:
         stub.is_accepting = False
     await asyncio.sleep(1)
-    told.send(num_open)
+    told.send(sum(len(stub.requests) for stub, _ in started))
     asyncio.get_running_loop().add_reader(told.fileno(), lambda: told.send(told.recv() or num_tokens))
     await asyncio.gather(*streams)
 
 
 def be_load(url: str, router: Peer, num_streams: int, rate: float, told: Connection) -> None:
-    os.sched_setaffinity(0, {CLIENT_CORE})
+    os.sched_setaffinity(0, {LOAD_CORE})
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(hold_streams(url, router, num_streams, rate, told))
 
@@ -241,9 +240,8 @@ def measure(url: str, router: Peer, pid: int, told: Connection, seconds: float) 
         taken = runner.run(probe(url, router, seconds))
         tokens, cpu, wall = asked(told) - tokens_before, cpu_seconds(pid) - cpu_before, clock() - began
     print(f"{tokens / wall:.0f} tokens/s and {len(taken) / wall:.0f} short requests/s")
-    print(
-        f"router: {100 * cpu / wall:.0f} % of a core, full at {tokens / cpu:.0f} tokens/s; {resident_mib(pid):.0f} MiB"
-    )
+    share, full, mib = 100 * cpu / wall, tokens / cpu, resident_mib(pid)
+    print(f"router: {share:.0f} % of a core, full at {full:.0f} tokens/s; {mib:.0f} MiB")
     p50, p99 = (1000 * percentile(taken, share) for share in (0.5, 0.99))
     print(f"first token of a short request: {p50:.2f} ms at the median, {p99:.2f} ms at p99")
 
@@ -256,7 +254,7 @@ def asked(told: Connection) -> int:
 def main() -> None:
     given = [float(argument) for argument in sys.argv[1:]]
     num_streams, rate, seconds = [*given, *(1000.0, 10_000.0, 10.0)[len(given) :]]
-    os.sched_setaffinity(0, {CLIENT_CORE})
+    os.sched_setaffinity(0, {min(PROBE_CORE, (os.cpu_count() or 1) - 1)})
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with router_process() as (url, router, pid):

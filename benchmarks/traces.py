@@ -30,7 +30,7 @@ class TraceRecord(msgspec.Struct, frozen=True):
 
 
 def read_records(path: Path) -> list[TraceRecord]:
-    """In order of time, in milliseconds; raises ``ValueError`` for a file of neither format."""
+    """In order of time, in milliseconds; raises ``msgspec.MsgspecError`` or ``KeyError`` for other files."""
     if path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8") as file:
             records = [azure_record(row) for row in csv.DictReader(file)]
@@ -70,7 +70,7 @@ def smeared(records: Iterable[TraceRecord]) -> Iterator[tuple[float, TraceRecord
 
 def prompt_of(record: TraceRecord, source: PromptSource, seed: int) -> str | tuple[int, ...]:
     """``input_length`` random tokens; each span depends on its hash id alone, an unhashed one on the record."""
-    spans = record.hash_ids or (hash((record.timestamp, record.input_length, record.output_length)),)
+    spans = record.hash_ids or (repr(record),)
     width = HASHED_SPAN if record.hash_ids else record.input_length
     drawn = [source.tokens(random.Random(f"{seed}:{span}"), width) for span in spans]
     return source.prompt([token for span in drawn for token in span][: record.input_length])

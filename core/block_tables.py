@@ -19,6 +19,11 @@ class BlockTables:
         self.block_size = block_size
         self._hasher = hasher
 
+    def emptied(self) -> "BlockTables":
+        """Tables of the same shape whose blocks are all free, for when nobody who held these is left."""
+        pool = BlockPool(self.pool.num_blocks)
+        return BlockTables(pool, PrefixCache(pool, self.prefixes.is_enabled), self._hasher, self.block_size)
+
     def reuse(self, sequence: Sequence, max_tokens: int) -> int:
         """Give a sequence without blocks the longest held prefix of its tokens.
 

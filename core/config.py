@@ -4,17 +4,25 @@ from dataclasses import dataclass, field
 
 from .messages import Role
 
+CPU_KV_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One engine: its pool, its step and its limits."""
 
+    device: str = "auto"
+    """``cpu``, ``cuda``, ``cuda:1`` or ``auto``: a GPU if there is one."""
     dtype: str = "auto"
-    """Weights, activations and KV: ``float32``, ``bfloat16`` or ``auto`` (float32 on a CPU)."""
+    """Weights, activations and KV: ``float32``, ``bfloat16`` or ``auto`` (the checkpoint's on a GPU, float32 on a CPU)."""
+    load_format: str = "auto"
+    """``auto`` reads the weights; ``dummy`` draws them at random, from ``config.json`` alone, for benchmarks."""
     block_size: int = 16
-    kv_bytes: int = 256 << 20
-    """Memory of the pool; ``num_blocks`` overrides it."""
+    kv_bytes: int | None = None
+    """Memory of the pool; ``num_blocks`` overrides it. Unset: `CPU_KV_BYTES`, or what ``gpu_memory_utilization`` leaves."""
     num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that weights, activations, graphs and pool may take together."""
     max_model_len: int | None = None
     """Longest prompt plus output; the model's own limit, capped by what the pool holds, when unset."""
     max_num_seqs: int = 256
@@ -71,6 +79,6 @@ class RouterConfig:
     """How often a request that has emitted nothing may start again elsewhere."""
     max_open_requests: int = 2048
     """More are refused with 503 before any work."""
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
     """A longer HTTP request gets 413."""
     drain_seconds: float = 30.0

@@ -77,7 +77,7 @@ class DecodePart:
         return self._arrivals.num_arriving
 
     def adopt(self, handover: Handover) -> None:
-        """Take over a request whose prompt is computed and whose first token is known; one that is here is not taken twice."""
+        """Take over a request whose prompt is computed and whose first token is known; never the same one twice."""
         request_id = handover.sequence.request.request_id
         if request_id in self._requests:
             self._tables.release(handover.sequence)

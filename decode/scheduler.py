@@ -52,11 +52,16 @@ class DecodeScheduler:
             self._giving_way = None
 
     def plan(self, budget: StepBudget) -> list[Chunk]:
-        """A token for every running request that can grow, prompt chunks for those that come back."""
+        """A token for every running request that can grow, chunks for those that come back.
+
+        Such a chunk leaves a token of the budget to each running request behind it.
+        """
         self._preempt()
         chunks = []
         may_return = True
+        num_behind = self.num_running
         for sequence in self._requests:
+            num_behind -= bool(sequence.blocks)
             if budget.num_tokens <= 0 or budget.num_sequences <= 0:
                 break
             if sequence.is_at_limit or sequence is self._giving_way:
@@ -65,7 +70,7 @@ class DecodeScheduler:
                 may_return = may_return and self._readmit(sequence)
                 if not may_return:
                     continue
-            num_tokens = min(sequence.num_unscheduled, budget.num_tokens)
+            num_tokens = min(sequence.num_unscheduled, max(1, budget.num_tokens - num_behind))
             if self._grow(sequence, sequence.num_scheduled + num_tokens):
                 budget.take(num_tokens)
                 chunks.append(take_chunk(sequence, num_tokens))

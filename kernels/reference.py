@@ -4,23 +4,35 @@ The KV of one layer is a view ``kv [num_blocks, K or V, kv head, block_size, hea
 contiguous between blocks. A *page* is one head's K or V of one block, contiguous: the unit in which attention
 gathers. Attention is planned once a step and run once a layer. Key ``j`` is visible to query ``i`` iff
 ``0 <= i - j`` and, with a window, ``i - j < window``.
+
+In float32 on a CPU a token's result depends on the tokens before it alone, to the last bit: not on the rows beside
+it, the chunk it came in or what was cached. Matrix products and attention are cut so that sums always have the
+same order; what is masked adds exact zeros.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from math import lcm
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 MASKED = float("-inf")
+ROWS_A_STEP = 4
+"""Products of fewer rows, or of up to three odd ones, take kernels that round differently and are slower."""
+KEYS_A_TILE = 64
+"""Attention reads up to a border of such tiles of positions, so that how it sums depends on the position alone."""
+KEYS_A_SUMMAND = 512
+"""Attention on CPUs sums over so many keys at a time, counted from the first one read."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x))`` over the last dimension, the quotient computed in float32 and rounded once."""
     if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    return weight * functional.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
 
 
 def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -36,9 +48,39 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[num_tokens, 2 * size]``; overwrites its argument, the result is a view of it."""
+    """``silu(gate) * up`` of ``[num_tokens, 2 * size]``."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate, inplace=True).mul_(up)
+    return functional.silu(gate).mul_(up)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [num_tokens, in]``, ``weight [out, in]``."""
+    return functional.linear(x, weight, bias)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """``weight [out, in]`` in the blocked order that oneDNN's matrix product on CPUs reads, for `packed_linear`."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` with a packed weight. A row's result does not depend on the other rows, to the last bit.
+
+    From four rows on, that is: fewer take other kernels, which round differently and are slower. For every number of
+    rows oneDNN compiles and keeps another kernel of about 0.7 MB, up to 1024 of them, so rows are padded to few numbers.
+    """
+    num_rows = len(x)
+    if num_padding := padded_rows(num_rows) - num_rows:
+        x = functional.pad(x, (0, 0, 0, num_padding))
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out[:num_rows]
+
+
+def padded_rows(num_rows: int) -> int:
+    """The next multiple of an eighth of the power of two below: eight numbers an octave, at most an eighth more."""
+    step = max(ROWS_A_STEP, (1 << num_rows.bit_length()) // 16)
+    return -(-num_rows // step) * step
 
 
 def store_rows(slots: Tensor, kv: Tensor) -> Tensor:
@@ -59,69 +101,46 @@ def kv_store(kv: Tensor, rows: Tensor, new: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Decode rows ``first .. end`` and the pages they read: at most ``num_pages`` for each K or V head.
+    """Decode rows ``first .. end``, which read equally many pages.
 
     ``pages [num_rows * 2 * num_kv_heads * num_pages]``; ``mask [num_rows, 1, 1, num_pages * block_size]`` is
-    added to the scores.
+    added to the scores; the pages of a layer are gathered into ``workspace``.
     """
 
     first: int
     end: int
-    num_pages: int
     pages: Tensor
     mask: Tensor
     workspace: Tensor
 
 
-def plan_decodes(
-    lengths: Sequence[int], block_table: Tensor, kv: Tensor, window: int | None, max_padding: int = 16
-) -> list[DecodePlan]:
-    """Rows of similar length together, at most ``max_padding`` blocks of padding in a group.
+def plan_decodes(lengths: Sequence[int], block_table: Tensor, kv: Tensor, window: int | None) -> list[DecodePlan]:
+    """``lengths [num_rows]`` count a row's tokens, its own included; ``block_table [num_rows, max_blocks]`` holds them.
 
-    ``lengths [num_rows]`` count the visible tokens before the window, ``block_table [num_rows, max_blocks]``.
+    Rows of similar length stand together, so that few plans are needed.
     """
-    block_size = kv.shape[3]
-    first_blocks = [max(0, length - window) // block_size if window else 0 for length in lengths]
-    num_blocks = [-(-length // block_size) - first for length, first in zip(lengths, first_blocks, strict=True)]
-    plans = []
-    for rows in group_by_length(num_blocks, max_padding):
-        span = slice(rows.start, rows.stop)
-        plans.append(
-            _plan_group(rows, max(num_blocks[span]), first_blocks[span], lengths[span], block_table[span], kv, window)
-        )
+    spans = [_key_span(max(0, length - window) if window else 0, length, kv.shape[3]) for length in lengths]
+    plans, first = [], 0
+    for _, group in groupby(spans, len):
+        end = first + len(list(group))
+        plans.append(_plan_rows(range(first, end), spans[first:end], lengths[first:end], block_table, kv, window))
+        first = end
     return plans
 
 
-def group_by_length(lengths: Sequence[int], max_padding: int) -> list[range]:
-    """Cut the rows into runs that, padded to their longest, hold at most ``max_padding`` of padding."""
-    groups: list[range] = []
-    first, longest, total = 0, 0, 0
-    for row, length in enumerate(lengths):
-        longest, total = max(longest, length), total + length
-        if longest * (row + 1 - first) - total > max_padding:
-            groups.append(range(first, row))
-            first, longest, total = row, length, length
-    return [*groups, range(first, len(lengths))] if lengths else []
-
-
-def _plan_group(
-    rows: range,
-    num_pages: int,
-    first_blocks: Sequence[int],
-    lengths: Sequence[int],
-    block_table: Tensor,
-    kv: Tensor,
-    window: int | None,
+def _plan_rows(
+    rows: range, spans: Sequence[range], lengths: Sequence[int], block_table: Tensor, kv: Tensor, window: int | None
 ) -> DecodePlan:
     block_size, device = kv.shape[3], kv.device
-    columns = torch.tensor(first_blocks, device=device)[:, None] + torch.arange(num_pages, device=device)
-    blocks = block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
-    positions = (columns[:, :, None] * block_size + torch.arange(block_size, device=device)).flatten(1)
-    ends = torch.tensor(lengths, device=device)[:, None]
-    mask = _mask(positions, ends - 1, window, kv.dtype)[:, None, None]
+    keys = torch.tensor([span.start for span in spans], device=device)[:, None] + torch.arange(
+        len(spans[0]), device=device
+    )
+    columns = keys[:, ::block_size] // block_size
+    blocks = block_table[rows.start : rows.stop].gather(1, columns.clamp(max=block_table.shape[1] - 1))
+    queries = torch.tensor(lengths, device=device)[:, None] - 1
     pages = _page_rows(blocks, kv)
     workspace = torch.empty(len(pages), block_size * kv.shape[4], dtype=kv.dtype, device=device)
-    return DecodePlan(rows.start, rows.stop, num_pages, pages, mask, workspace)
+    return DecodePlan(rows.start, rows.stop, pages, _mask(keys, queries, window, kv.dtype)[:, None, None], workspace)
 
 
 def paged_decode_attention(q: Tensor, kv: Tensor, plan: DecodePlan, scale: float) -> Tensor:
@@ -129,49 +148,81 @@ def paged_decode_attention(q: Tensor, kv: Tensor, plan: DecodePlan, scale: float
 
     The query heads that share a KV head are the rows of one small attention.
     """
-    _, _, num_kv_heads, block_size, head_dim = kv.shape
+    num_kv_heads, block_size, head_dim = kv.shape[2:]
     torch.index_select(_contiguous_runs(kv, block_size * head_dim), 0, plan.pages, out=plan.workspace)
-    gathered = plan.workspace.view(len(q), 2, num_kv_heads, -1, head_dim)
-    grouped = q.view(len(q), num_kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(grouped, gathered[:, 0], gathered[:, 1], attn_mask=plan.mask, scale=scale)
-    return out.reshape(q.shape)
+    k, v = plan.workspace.view(len(q), 2, num_kv_heads, -1, head_dim).unbind(1)
+    grouped = q.reshape(len(q), num_kv_heads, -1, head_dim)
+    num_rows = grouped.shape[2]
+    out = functional.scaled_dot_product_attention(_pad_queries(grouped), k, v, plan.mask, scale=scale)
+    return out[:, :, :num_rows].reshape(q.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTile:
+    """Rows of a span whose positions lie in one tile, and where among the gathered keys their own begin and end."""
+
+    rows: slice
+    keys: slice
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """Pages and mask of a prompt span whose keys lie in blocks: ``mask [num_tokens, num_pages * block_size]``."""
+    """``pages [2 * num_kv_heads * num_pages]`` and ``mask [num_tokens + 3, num_pages * block_size]`` of a span."""
 
     pages: Tensor
     mask: Tensor
+    tiles: tuple[PromptTile, ...]
 
 
-def plan_prompt(start: int, num_tokens: int, blocks: Tensor, kv: Tensor, window: int | None) -> PromptPlan | None:
-    """``None`` when the span's own rows are all it attends to, each to all before it.
-
-    ``blocks [num_blocks]`` hold positions ``0 .. start + num_tokens``.
-    """
-    if start == 0 and (window is None or num_tokens <= window):
-        return None
-    block_size, device = kv.shape[3], kv.device
-    first_block = max(0, start + 1 - window) // block_size if window else 0
-    keys = torch.arange(first_block * block_size, len(blocks) * block_size, device=device)
-    queries = torch.arange(start, start + num_tokens, device=device)[:, None]
-    return PromptPlan(_page_rows(blocks[None, first_block:], kv), _mask(keys, queries, window, kv.dtype))
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """A whole prompt at once: ``q [num_tokens, num_heads, head_dim]``, ``k, v [num_tokens, num_kv_heads, head_dim]``."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+def plan_prompt(start: int, num_tokens: int, blocks: Tensor, kv: Tensor, window: int | None) -> PromptPlan:
+    """``blocks [num_blocks]`` hold positions ``0 .. start + num_tokens``."""
+    block_size, end, step = kv.shape[3], start + num_tokens, _tile_size(kv.shape[3])
+    borders = [start, *range(start // step * step + step, end, step), end]
+    spans = [
+        _key_span(max(0, a + 1 - window) if window else 0, b, block_size)
+        for a, b in zip(borders, borders[1:], strict=False)
+    ]
+    origin = spans[0].start
+    tiles = [
+        PromptTile(slice(a - start, b - start), slice(span.start - origin, span.stop - origin))
+        for a, b, span in zip(borders, borders[1:], spans, strict=False)
+    ]
+    keys = torch.arange(origin, spans[-1].stop, device=kv.device)
+    columns = (keys[::block_size] // block_size).clamp(max=len(blocks) - 1)
+    queries = torch.arange(start, end + ROWS_A_STEP - 1, device=kv.device)[:, None]
+    return PromptPlan(_page_rows(blocks[None, columns], kv), _mask(keys, queries, window, kv.dtype), tuple(tiles))
 
 
 def paged_prompt_attention(q: Tensor, kv: Tensor, plan: PromptPlan, scale: float) -> Tensor:
     """``q [num_tokens, num_heads, head_dim]`` against pages, which hold the span's own KV too -> the same shape."""
-    _, _, num_kv_heads, block_size, head_dim = kv.shape
+    num_kv_heads, block_size, head_dim = kv.shape[2:]
     gathered = _contiguous_runs(kv, block_size * head_dim).index_select(0, plan.pages)
     k, v = gathered.view(2, 1, num_kv_heads, -1, head_dim)
-    q = q.transpose(0, 1)[None]
-    return F.scaled_dot_product_attention(q, k, v, plan.mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+    q, outputs = q.transpose(0, 1)[None], []
+    for tile in plan.tiles:
+        queries = _pad_queries(q[:, :, tile.rows])
+        mask = plan.mask[tile.rows.start : tile.rows.start + queries.shape[2], tile.keys]
+        out = functional.scaled_dot_product_attention(
+            queries, k[:, :, tile.keys], v[:, :, tile.keys], mask, scale=scale, enable_gqa=True
+        )
+        outputs.append(out[0, :, : tile.rows.stop - tile.rows.start].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _key_span(begin: int, end: int, block_size: int) -> range:
+    """The positions to read so that ``begin .. end`` are among them, whole tiles from a whole summand on."""
+    summand, tile = lcm(KEYS_A_SUMMAND, block_size), _tile_size(block_size)
+    return range(begin // summand * summand, -(-end // tile) * tile)
+
+
+def _tile_size(block_size: int) -> int:
+    return lcm(KEYS_A_TILE, block_size)
+
+
+def _pad_queries(q: Tensor) -> Tensor:
+    """``q [.., num_rows, head_dim]`` with rows added up to a multiple of four."""
+    num_missing = -q.shape[-2] % ROWS_A_STEP
+    return functional.pad(q, (0, 0, 0, num_missing)) if num_missing else q
 
 
 def _mask(keys: Tensor, queries: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -193,3 +244,61 @@ def _contiguous_runs(kv: Tensor, length: int) -> Tensor:
     """The memory from this layer's first element on to its last as rows of ``length``, other layers between."""
     end = (len(kv) - 1) * kv.stride(0) + kv[0].numel()
     return kv.as_strided((end // length, length), (length, 1))
+
+
+def decode_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    workspace: object,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    query_starts: Tensor | None = None,
+) -> None:
+    """As in `paged_attention`, in float32 (float64 for such inputs); needs no workspace and no plan."""
+    each = len(q) // len(lengths)
+    bounds = [i * each for i in range(len(lengths) + 1)] if query_starts is None else query_starts.tolist()
+    for i, length in enumerate(lengths.tolist()):
+        rows = slice(bounds[i], bounds[i + 1])
+        out[rows] = _attend_with_last(q[rows], kv, block_tables[i], length, scale, window, softcap)
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: Tensor,
+    query_starts: Tensor,
+    starts: Tensor,
+    block_tables: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    """As in `paged_attention`, in float32 (float64 for such inputs)."""
+    bounds = query_starts.tolist()
+    for i, start in enumerate(starts.tolist()):
+        rows = slice(bounds[i], bounds[i + 1])
+        length = start + bounds[i + 1] - bounds[i]
+        out[rows] = _attend_with_last(q[rows], kv, block_tables[i], length, scale, window, softcap)
+
+
+def _attend_with_last(
+    q: Tensor, kv: Tensor, blocks: Tensor, length: int, scale: float, window: int, softcap: float
+) -> Tensor:
+    """``q [num_queries, num_heads, head_dim]`` are the last of ``length`` tokens, stored in ``blocks``."""
+    num_kv_heads, block_size, dtype = kv.shape[2], kv.shape[3], torch.promote_types(q.dtype, torch.float32)
+    queries = torch.arange(length - len(q), length, device=q.device)[:, None]
+    keys = torch.arange(max(0, length - len(q) + 1 - window) if window else 0, length, device=q.device)
+    k, v = kv[blocks[keys // block_size].long(), :, :, keys % block_size].to(dtype).unbind(1)
+    grouped = q.to(dtype).unflatten(1, (num_kv_heads, -1))
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    is_hidden = keys > queries
+    if window:
+        is_hidden |= keys <= queries - window
+    weights = scores.masked_fill(is_hidden, MASKED).softmax(-1).masked_fill(is_hidden, 0)
+    return torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2).to(q.dtype)

@@ -38,8 +38,9 @@ class DecodeRows:
 class Batch:
     """Rows of all chunks, decode rows first, then the prompt spans one after the other.
 
-    ``slots`` says where the KV of each row goes: ``block * block_size + offset``. ``chunk_order`` puts rows back
-    into the order of the chunks (``None``: they are), and ``chunk_rows[i]`` are the rows of chunk ``i`` there.
+    ``slots`` says where the KV of each row goes: ``block * block_size + offset``. ``outputs`` are the rows whose output
+    is wanted, in the order of the chunks (``None``: all rows, as they are). ``chunk_rows[i]`` are the rows of chunk
+    ``i`` in that order.
     """
 
     token_ids: Tensor
@@ -47,7 +48,7 @@ class Batch:
     slots: Tensor
     decodes: DecodeRows
     prompts: tuple[PromptSpan, ...]
-    chunk_order: Tensor | None
+    outputs: Tensor | None
     chunk_rows: tuple[range, ...]
 
     @property
@@ -55,8 +56,13 @@ class Batch:
         return len(self.token_ids)
 
 
-def build_batch(chunks: Sequence[Chunk], token_ids: Tensor, layout: KvLayout) -> Batch:
-    """``token_ids [num_tokens]`` are those of all chunks, one after the other in the order given."""
+def build_batch(
+    chunks: Sequence[Chunk], token_ids: Tensor, layout: KvLayout, wanted: Sequence[int] | None = None
+) -> Batch:
+    """``token_ids [num_tokens]`` are those of all chunks, one after the other in the order given.
+
+    ``wanted`` are rows in that order, ascending; ``None`` for all.
+    """
     device = token_ids.device
     decodes = sorted((i for i, chunk in enumerate(chunks) if chunk.num_tokens == 1), key=lambda i: -chunks[i].end)
     prompts = [i for i, chunk in enumerate(chunks) if chunk.num_tokens != 1]
@@ -71,7 +77,7 @@ def build_batch(chunks: Sequence[Chunk], token_ids: Tensor, layout: KvLayout) ->
         slots=_tensor(_slots(ordered, layout.block_size), device),
         decodes=_decode_rows(ordered[: len(decodes)], layout, device),
         prompts=_prompt_spans(ordered[len(decodes) :], len(decodes), layout, device),
-        chunk_order=None if is_ordered else _tensor(np.argsort(rows), device),
+        outputs=_outputs(rows, is_ordered, wanted, device),
         chunk_rows=chunk_rows,
     )
 
@@ -79,6 +85,17 @@ def build_batch(chunks: Sequence[Chunk], token_ids: Tensor, layout: KvLayout) ->
 def _chunk_rows(chunks: Sequence[Chunk]) -> tuple[range, ...]:
     ends = np.cumsum([chunk.num_tokens for chunk in chunks]).tolist()
     return tuple(range(end - chunk.num_tokens, end) for chunk, end in zip(chunks, ends, strict=True))
+
+
+def _outputs(
+    rows: NDArray[np.int64], is_ordered: bool, wanted: Sequence[int] | None, device: torch.device
+) -> Tensor | None:
+    """``rows[i]`` is the place of row ``i`` in the order of the chunks."""
+    is_all = wanted is None or len(wanted) == len(rows)
+    if is_ordered and is_all:
+        return None
+    places = np.argsort(rows)
+    return _tensor(places if is_all else places[np.asarray(wanted, dtype=np.int64)], device)
 
 
 def _slots(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:

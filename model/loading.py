@@ -8,11 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .attention import PagedAttention
-from .layers import GatedMlp, Linear, RmsNorm
+from .attention import AttentionBackend, PagedAttention
+from .batch import Batch
+from .layers import Affine, CpuLayers, DecoderLayer, Linear, Mlp, ResidualLinear, RmsNorm
 from .rope import Rope
 from .spec import DecoderSpec
-from .transformer import DecoderLayer, Transformer
+from .transformer import B, Transformer
 
 CPU = torch.device("cpu")
 
@@ -25,13 +26,37 @@ class Weights(Protocol):
     def get(self, name: str) -> Tensor: ...
 
 
+class LayerKinds(Protocol):
+    """Which classes the layers of a device are made of."""
+
+    def normed_linear(self, norm: RmsNorm, affine: Affine) -> Linear:
+        """Reads the residual stream: ``linear(norm(x))``."""
+
+    def residual_linear(self, affine: Affine) -> ResidualLinear: ...
+
+    def mlp(self, norm: RmsNorm, gate_up: Affine, down: Affine) -> Mlp: ...
+
+
 def build_transformer(
     spec: DecoderSpec,
     weights: Weights,
     dtype: torch.dtype,
-    device: torch.device = CPU,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Transformer:
+) -> Transformer[Batch]:
+    """A model for the CPU; see `assemble`."""
+    attention = PagedAttention(spec, Rope(spec.rope, spec.head_dim, CPU))
+    return assemble(spec, weights, dtype, CPU, CpuLayers(), attention, on_progress)
+
+
+def assemble(
+    spec: DecoderSpec,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    kinds: LayerKinds,
+    attention: AttentionBackend[B],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Transformer[B]:
     """Raises ``ValueError`` naming the weights that are missing or have another shape than the spec says.
 
     With tied embeddings an output head in the checkpoint is ignored, as Transformers does. ``on_progress(done,
@@ -41,25 +66,24 @@ def build_transformer(
     missing = [name for name in shapes if name not in weights.names()]
     if missing:
         raise ValueError(f"the checkpoint lacks {len(missing)} weights: {', '.join(missing[:8])}")
-    reader = _Reader(weights, shapes, dtype, device)
+    reader = _Reader(weights, shapes, dtype, device, spec.norm_eps)
     embedding = reader.matrix(f"{spec.names.embedding}.weight")
     layers = []
     for index in range(spec.num_layers):
-        layers.append(_layer(spec, spec.names.layer.format(layer=index), reader))
+        layers.append(_layer(spec, index, reader, kinds))
         if on_progress is not None:
             on_progress(index + 1, spec.num_layers)
+    head = Affine(embedding) if spec.has_tied_embeddings else reader.affine(spec.names.lm_head)
     return Transformer(
         spec=spec,
         embedding=embedding,
         layers=tuple(layers),
-        final_norm=reader.norm(spec.names.final_norm, spec.norm_eps),
-        lm_head=Linear(embedding) if spec.has_tied_embeddings else reader.linear(spec.names.lm_head),
-        rope=Rope(spec.rope, spec.head_dim, device),
-        attention=PagedAttention(spec),
+        head=kinds.normed_linear(reader.norm(spec.names.final_norm), head),
+        attention=attention,
     )
 
 
-def random_transformer(spec: DecoderSpec, seed: int, dtype: torch.dtype) -> Transformer:
+def random_transformer(spec: DecoderSpec, seed: int, dtype: torch.dtype) -> Transformer[Batch]:
     """A model of the right size that says nothing sensible, for benchmarks."""
     return build_transformer(spec, RandomWeights(spec, seed), dtype)
 
@@ -97,29 +121,33 @@ def _layer_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{name}.bias", (num_out,)
 
 
-def _layer(spec: DecoderSpec, prefix: str, reader: "_Reader") -> DecoderLayer:
-    names, eps = spec.names, spec.norm_eps
+def _layer(spec: DecoderSpec, index: int, reader: "_Reader", kinds: LayerKinds) -> DecoderLayer:
+    names, prefix = spec.names, spec.names.layer.format(layer=index)
+
+    def affine(*modules: str) -> Affine:
+        return reader.affine(*(prefix + module for module in modules))
+
+    def norm(module: str) -> RmsNorm:
+        return reader.norm(prefix + module)
+
     return DecoderLayer(
-        input_norm=reader.norm(prefix + names.input_norm, eps),
-        qkv=reader.linear(*(prefix + name for name in names.qkv)),
-        q_norm=reader.norm(prefix + names.q_norm, eps) if spec.has_qk_norm else None,
-        k_norm=reader.norm(prefix + names.k_norm, eps) if spec.has_qk_norm else None,
-        o=reader.linear(prefix + names.o),
-        mlp_norm=reader.norm(prefix + names.mlp_norm, eps),
-        mlp=GatedMlp(
-            reader.linear(*(prefix + name for name in names.gate_up)), reader.linear(prefix + names.down)
-        ),
+        qkv=kinds.normed_linear(norm(names.input_norm), affine(*names.qkv)),
+        q_norm=norm(names.q_norm) if spec.has_qk_norm else None,
+        k_norm=norm(names.k_norm) if spec.has_qk_norm else None,
+        o=kinds.residual_linear(affine(names.o)),
+        mlp=kinds.mlp(norm(names.mlp_norm), affine(*names.gate_up), affine(names.down)),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads weights into the dtype, onto the device and into the layers they belong to."""
+    """Reads weights into the dtype and onto the device."""
 
     weights: Weights
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
+    norm_eps: float
 
     def matrix(self, *names: str) -> Tensor:
         """One tensor of the rows of all ``names``, one after the other."""
@@ -130,12 +158,13 @@ class _Reader:
             part.copy_(self._read(name))
         return fused
 
-    def linear(self, *names: str) -> Linear:
+    def affine(self, *names: str) -> Affine:
         biases = [f"{name}.bias" for name in names if f"{name}.bias" in self.shapes]
-        return Linear(self.matrix(*(f"{name}.weight" for name in names)), self.matrix(*biases) if biases else None)
+        weight = self.matrix(*(f"{name}.weight" for name in names))
+        return Affine(weight, self.matrix(*biases) if biases else None)
 
-    def norm(self, name: str, eps: float) -> RmsNorm:
-        return RmsNorm(self.matrix(f"{name}.weight"), eps)
+    def norm(self, name: str) -> RmsNorm:
+        return RmsNorm(self.matrix(f"{name}.weight"), self.norm_eps)
 
     def _read(self, name: str) -> Tensor:
         weight = self.weights.get(name)

@@ -83,16 +83,16 @@ def yarn_frequencies(scaling: YarnScaling, theta: float, exponents: Tensor) -> T
     """YaRN: dimensions that turn often keep their frequency, slow ones are interpolated, a ramp between."""
     num_pairs = len(exponents)
     turns = (scaling.beta_fast, scaling.beta_slow)
-    low, high = (_yarn_dimension(scaling, theta, num_turns, 2 * num_pairs) for num_turns in turns)
+    low, high = (_yarn_pair(scaling, theta, num_turns, num_pairs) for num_turns in turns)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)
     pairs = torch.arange(num_pairs, dtype=torch.float32, device=exponents.device)
     ramp = ((pairs - low) / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
-    plain = 1.0 / theta**exponents
+    plain: Tensor = 1.0 / theta**exponents
     return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 
-def _yarn_dimension(scaling: YarnScaling, theta: float, num_turns: float, head_dim: int) -> float:
+def _yarn_pair(scaling: YarnScaling, theta: float, num_turns: float, num_pairs: int) -> float:
     """The pair of dimensions that turns ``num_turns`` times within the original length."""
-    return head_dim * math.log(scaling.original_length / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+    return num_pairs * math.log(scaling.original_length / (num_turns * 2 * math.pi)) / math.log(theta)

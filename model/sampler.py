@@ -162,13 +162,15 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """One token a row by the inverse of its cumulative distribution, in the order of the vocabulary; ``[n]``.
 
     The distances to the best token are divided by the temperature, so that nothing overflows. Sums are float64.
+    Logits that are no numbers yield some token of the vocabulary all the same, lest they hurt other rows.
     """
     scaled = (logits - logits.amax(-1, keepdim=True)) / _column(logits, [row.params.temperature for row in rows])
     weights = scaled.exp()
     reached = weights.masked_fill(scaled < _floors(scaled, weights, rows), 0).cumsum(-1, dtype=torch.float64)
     assert all(row.params.seed is not None for row in rows), "the router resolves seeds before a worker sees them"
     draws = _column(logits, [uniform(row.params.seed or 0, row.output_index) for row in rows], torch.float64)
-    return torch.searchsorted(reached, draws * reached[:, -1:], right=True).squeeze(-1)
+    drawn = torch.searchsorted(reached, draws * reached[:, -1:], right=True).squeeze(-1)
+    return drawn.clamp(max=logits.shape[-1] - 1)
 
 
 def _floors(scaled: Tensor, weights: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

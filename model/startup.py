@@ -9,9 +9,10 @@ import torch
 from ..core.block_hash import BlockHasher, model_root
 from ..core.block_pool import BlockPool
 from ..core.block_tables import BlockTables
-from ..core.config import EngineConfig
+from ..core.config import CPU_KV_BYTES, EngineConfig
 from ..core.kv_layout import KvLayout
 from ..core.prefix_cache import PrefixCache
+from .cpu_executor import CpuExecutor
 from .executor import Executor
 from .families import decoder_spec
 from .kv_tensors import KvTensors
@@ -56,7 +57,7 @@ def load_model(
     spec = decoder_spec(checkpoint.config)
     kv_dtype = str(dtype).removeprefix("torch.")
     layout = KvLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, kv_dtype)
-    num_blocks = config.num_blocks or config.kv_bytes // layout.block_bytes
+    num_blocks = config.num_blocks or (config.kv_bytes or CPU_KV_BYTES) // layout.block_bytes
     max_model_len = longest_request(config, spec.max_position_embeddings, num_blocks)
     transformer = build_transformer(spec, checkpoint, dtype, on_progress=on_progress)
     checkpoint.close()
@@ -64,7 +65,7 @@ def load_model(
     pool = BlockPool(num_blocks)
     hasher = BlockHasher(cluster_key, model_root(cluster_key, fingerprint, layout), config.block_size)
     tables = BlockTables(pool, PrefixCache(pool, config.prefix_cache), hasher, config.block_size)
-    executor = Executor(transformer, kv, layout, config.num_layer_groups, config.num_threads, wake)
+    executor = CpuExecutor(transformer, kv, layout, config.num_layer_groups, config.num_threads, wake)
     return LoadedModel(spec, layout, tables, executor, max_model_len)
 
 

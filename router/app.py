@@ -132,9 +132,10 @@ class Router:
             form = prepared.format(prepared, response_id, int(time.time()), self._fingerprint())
             reply = Reply(stream, prepared, self.text, form)
             try:
+                headers = {"x-request-id": response_id}
                 if not prepared.is_stream:
-                    return Response(await reply.body(), media_type="application/json")
-                return EventStream(await reply.next_bytes(), reply, cleanup.pop_all())
+                    return Response(await reply.body(), headers=headers, media_type="application/json")
+                return EventStream(await reply.next_bytes(), reply, headers, cleanup.pop_all())
             except ClientGone:
                 return Response(status_code=CLIENT_GONE_STATUS)
 
@@ -172,8 +173,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, reply: Reply, cleanup: ExitStack) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, first: bytes, reply: Reply, headers: Mapping[str, str], cleanup: ExitStack) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._first = first
         self._reply = reply
@@ -227,21 +228,23 @@ def create_app(router: Router) -> FastAPI:
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         return await router.answer(http, partial(prepare_completion, body))
 
-    @app.get("/v1/models", response_model=None)
+    get = partial(app.api_route, methods=["GET", "HEAD"], response_model=None)
+
+    @get("/v1/models")
     async def models() -> Response:
         return _json({"object": "list", "data": [_model_card(router)]})
 
-    @app.get("/v1/models/{model:path}", response_model=None)
+    @get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         if model != router.model_name:
             raise ApiError(404, f"The model {shown(model)} does not exist.", param="model", code="model_not_found")
         return _json(_model_card(router))
 
-    @app.get("/health", response_model=None)
+    @get("/health")
     async def health() -> Response:
         return Response(status_code=200 if router.is_ready else 503)
 
-    @app.get("/metrics", response_model=None)
+    @get("/metrics")
     async def metrics() -> Response:
         return Response(router.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

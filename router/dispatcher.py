@@ -217,7 +217,8 @@ class Dispatcher:
             self._bury([former], now)
 
     def _on_link(self, worker: Worker, link: Link) -> None:
-        self.fleet.link(worker, link)
+        if not self.fleet.link(worker, link):
+            return
         if link.error:
             _log.warning("no transport from %s to %s: %s", worker.peer.address, link.to, link.error)
         else:

@@ -24,7 +24,7 @@ class Unreported:
 class Worker:
     """One live incarnation, equal to itself alone.
 
-    ``links`` are the decode workers that it reaches as a prefill worker; ``idle_since`` is when it first
+    ``links`` are the outcomes of its probes, as a prefill worker, of decode workers; ``idle_since`` is when it first
     reported that it holds no request.
     """
 
@@ -39,6 +39,11 @@ class Worker:
     @property
     def incarnation(self) -> Incarnation:
         return self.peer.incarnation
+
+    @property
+    def reached(self) -> list[Incarnation]:
+        """The decode workers to which KV can travel from here."""
+        return [incarnation for incarnation, link in self.links.items() if not link.error]
 
     @property
     def num_queued_prompt_tokens(self) -> int:
@@ -149,12 +154,12 @@ class Fleet:
         worker.load = load
         worker.unreported = Unreported()
 
-    def link(self, worker: Worker, link: Link) -> None:
-        """The outcome of probing a pair; a failed probe takes back an earlier success."""
-        if link.error or link.to not in self._workers:
-            worker.links.pop(link.to, None)
-        else:
-            worker.links[link.to] = link
+    def link(self, worker: Worker, link: Link) -> bool:
+        """The outcome of probing a pair; false if it was known. A failed probe takes back an earlier success."""
+        if link.to not in self._workers or worker.links.get(link.to) == link:
+            return False
+        worker.links[link.to] = link
+        return True
 
     def remove(self, worker: Worker) -> None:
         del self._workers[worker.incarnation]
@@ -181,7 +186,7 @@ class Fleet:
     def _reached_by(self, prefill: Worker) -> Iterator[Worker]:
         if prefill.card.role.decodes:
             yield prefill
-        for incarnation in prefill.links:
+        for incarnation in prefill.reached:
             if incarnation != prefill.incarnation:
                 yield self._workers[incarnation]
 

@@ -64,8 +64,7 @@ class Entry:
     """One choice of one HTTP request.
 
     ``may_restart`` is true where nothing reaches the client before the end (no streaming), so that a new
-    attempt may begin whatever was received. ``hashes`` are those of the prompt's full blocks. ``moved_at``
-    is when the attempt began or last emitted a token.
+    attempt may begin whatever was received. ``moved_at`` is when the attempt began or last emitted a token.
     """
 
     request: Request
@@ -73,7 +72,6 @@ class Entry:
     sink: Sink
     opened_at: float
     may_restart: bool = False
-    hashes: list[bytes] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     output_ids: "array[int]" = field(default_factory=lambda: array("I"))
     is_finished: bool = False

@@ -201,7 +201,7 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[Worker], float]]] = {
     "requests_kept": ("Computed prompts that wait for a decode worker", lambda worker: worker.load.num_kept_for_decode),
     "prompt_tokens_queued": ("Prompt tokens to compute", lambda worker: worker.load.num_queued_prompt_tokens),
     "resident_bytes": ("Memory of its process", lambda worker: worker.load.resident_bytes),
-    "links": ("Decode workers that it reaches", lambda worker: len(worker.links)),
+    "links": ("Decode workers that it reaches", lambda worker: len(worker.reached)),
 }
 
 _WORKER_COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {

@@ -92,10 +92,15 @@ def of_validation(problems: Sequence[Problem]) -> ApiError:
     worst = max(same_field, key=lambda problem: len(_path(problem)))
     param = ".".join(_path(worst)) or None
     match worst["type"]:
+        case "model_attributes_type" if isinstance(worst["input"], bytes):
+            return ApiError.invalid(
+                None, "The body must be JSON, sent with the header 'content-type: application/json'."
+            )
         case "json_invalid":
             return ApiError.invalid(None, f"The request body is no valid JSON: {worst['ctx']['error']}.")
         case "extra_forbidden":
-            return ApiError.invalid(param, f"Unknown parameter: '{param}'.", "unknown_parameter")
+            name = ".".join(_path(worst))
+            return ApiError.invalid(name, f"Unknown parameter: '{name}'.", "unknown_parameter")
         case "missing":
             return ApiError.invalid(
                 param, f"Missing required parameter: '{param}'." if param else "The body is missing."

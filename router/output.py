@@ -115,7 +115,7 @@ class OutputAssembler:
         if not self._is_opened:
             self._is_opened = True
             output = OutputDelta(
-                self._choice.prompt.text + output.text, (*self._prompt_entries(), *output.entries), output.finish
+                self._choice.prompt.text + output.text, (*self.prompt_entries(), *output.entries), output.finish
             )
         if not self._choice.is_stream:
             self._kept.append(output)
@@ -150,7 +150,8 @@ class OutputAssembler:
             return None
         return self._scored(delta.token_id, delta.logprobs, self._num_chars)
 
-    def _prompt_entries(self) -> Iterator[TokenEntry]:
+    def prompt_entries(self) -> Iterator[TokenEntry]:
+        """One a token of the prompt, if they were asked for; once all `add_prompt_logprobs` have come."""
         if self._choice.params.prompt_logprobs is None:
             return
         prompt = self._choice.prompt

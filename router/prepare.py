@@ -55,8 +55,8 @@ def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, d
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    params = _fitted(params, prompt, limits.max_model_len, limits, "messages")
-    choices = _choices(body, prompt, params, draw_seed)
+    params = fitted(params, prompt, limits.max_model_len, limits, "messages")
+    choices = choices_of(body, prompt, params, draw_seed)
     return _prepared(body, choices, limits, ChatFormat)
 
 
@@ -73,8 +73,8 @@ def prepare_completion(
     )
     choices: list[Choice] = []
     for prompt in completion_prompts(body, text, limits.vocab_size):
-        fitted = _fitted(params, prompt, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
-        choices += _choices(body, prompt, fitted, draw_seed, first=len(choices), echo=bool(body.echo))
+        fit = fitted(params, prompt, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
+        choices += choices_of(body, prompt, fit, draw_seed, first=len(choices), echo=bool(body.echo))
     return _prepared(body, choices, limits, CompletionFormat)
 
 
@@ -83,7 +83,7 @@ def _check_model(body: CompletionFields, limits: Limits) -> None:
         raise ApiError(404, f"The model {shown(body.model)} does not exist.", param="model", code="model_not_found")
 
 
-def _fitted(
+def fitted(
     params: SamplingParams, prompt: PreparedPrompt, default_max_tokens: int, limits: Limits, field: str
 ) -> SamplingParams:
     """With ``max_tokens`` settled; raises `ApiError` where prompt and output do not fit the model."""
@@ -107,7 +107,7 @@ def _fitted(
     return replace(params, max_tokens=max_tokens)
 
 
-def _choices(
+def choices_of(
     body: CompletionFields,
     prompt: PreparedPrompt,
     params: SamplingParams,

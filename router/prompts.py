@@ -87,25 +87,25 @@ def completion_prompts(body: CompletionRequest, text: TextModel, vocab_size: int
     """A text, ids, or a list of either. Raises `ApiError` for too many of them and for unknown ids."""
     prompt = body.prompt
     if isinstance(prompt, str):
-        return [_of_text(prompt, text)]
+        return [text_prompt(prompt, text)]
     ids = [item for item in prompt if isinstance(item, int)]
     if ids or not prompt:
-        return [_of_ids(ids, text, vocab_size)]
+        return [ids_prompt(ids, text, vocab_size)]
     if len(prompt) > MAX_PROMPTS:
         raise ApiError.invalid("prompt", f"Invalid 'prompt': {len(prompt)} prompts, the most is {MAX_PROMPTS}.")
     return [
-        _of_text(item, text) if isinstance(item, str) else _of_ids(item, text, vocab_size)
+        text_prompt(item, text) if isinstance(item, str) else ids_prompt(item, text, vocab_size)
         for item in prompt
         if not isinstance(item, int)
     ]
 
 
-def _of_text(prompt: str, text: TextModel) -> PreparedPrompt:
+def text_prompt(prompt: str, text: TextModel) -> PreparedPrompt:
     encoded = text.encode(prompt)
     return PreparedPrompt(encoded.ids, prompt, encoded.num_added)
 
 
-def _of_ids(ids: list[int], text: TextModel, vocab_size: int) -> PreparedPrompt:
+def ids_prompt(ids: list[int], text: TextModel, vocab_size: int) -> PreparedPrompt:
     """Whoever sends ids sees all of them in an echo, special ones too."""
     check_ids("prompt", ids, vocab_size)
     return PreparedPrompt(ids, text.decode(ids, skips_special=False))

@@ -19,12 +19,16 @@ def sampling_params(body: CompletionFields, text: TextModel, vocab_size: int) ->
     """All but ``max_tokens``, ``seed`` and logprobs, which differ by prompt, choice and endpoint.
 
     ``top_p`` 0 is what ever smaller shares lead to: the likeliest token alone. Raises `ApiError` for ids outside the
-    vocabulary.
+    vocabulary, and for a floor that no token may stand below.
     """
     defaults = text.defaults
     stop_ids = set(body.stop_token_ids or ())
     check_ids("stop_token_ids", stop_ids, vocab_size)
     ignore_eos = bool(body.ignore_eos)
+    eos_ids = {token_id for token_id in text.eos_ids if 0 <= token_id < vocab_size}  # a checkpoint may name others
+    ends = stop_ids if ignore_eos else stop_ids | eos_ids
+    if body.min_tokens and len(ends) >= vocab_size:
+        raise ApiError.invalid("min_tokens", "Invalid 'min_tokens': every token of the vocabulary is a stop token.")
     top_p = _given(body.top_p, defaults.top_p)
     top_k = max(0, min(_given(body.top_k, defaults.top_k), vocab_size))
     return SamplingParams(
@@ -33,7 +37,7 @@ def sampling_params(body: CompletionFields, text: TextModel, vocab_size: int) ->
         top_p=top_p or 1.0,
         top_k=top_k if top_p else 1,
         min_p=_given(body.min_p, defaults.min_p),
-        stop_token_ids=tuple(sorted(stop_ids if ignore_eos else stop_ids | text.eos_ids)),
+        stop_token_ids=tuple(sorted(ends)),
         ignore_eos=ignore_eos,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,

@@ -142,7 +142,7 @@ class Reply:
         while self._num_unfinished:
             for event in await self._stream.next_events():
                 self._take(event)
-            if self._error is not None:
+            if self._error is not None and self._num_unfinished:
                 raise self._error
         return self._form.body(self._assemblers)
 
@@ -171,7 +171,7 @@ class Reply:
                 return self._take_token(choice, delta)
             case PromptScored(choice, part):
                 self._assemblers[choice].add_prompt_logprobs(part.start, part.logprobs)
-            case Restarted(choice):
+            case Restarted(choice) if self._assemblers[choice].finish is None:
                 self._assemblers[choice] = OutputAssembler(self._text, self._prepared.choices[choice])
             case Failure():
                 self._error = _api_error(event)

@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The root on the path would offer `model`, `core` and `kernels` as top-level packages, and transformers takes the last.
@@ -14,3 +16,12 @@ if importlib.util.find_spec("crossdock") is None:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also what takes a quarter of an hour")
+
+
+@pytest.fixture(scope="session")
+def is_full(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--full"))

@@ -118,8 +118,9 @@ def runs_at_load(node: ast.AST) -> bool:
 
 
 def checkout_files(pattern: str) -> list[Path]:
-    """Files of the checkout, without hidden folders (the environment, caches, git)."""
-    visible = [entry for entry in ROOT.iterdir() if not entry.name.startswith(".") and entry.is_dir()]
+    """Files of the checkout, without hidden folders (the environment, caches, git) and what a build leaves."""
+    folders = [entry for entry in ROOT.iterdir() if entry.is_dir() and entry.name not in ("build", "dist")]
+    visible = [folder for folder in folders if not folder.name.startswith(".")]
     return sorted([*ROOT.glob(pattern), *(path for folder in visible for path in folder.rglob(pattern))])
 
 

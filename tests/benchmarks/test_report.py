@@ -65,6 +65,12 @@ def test_the_table_shows_milliseconds_rates_and_failures() -> None:
     )
 
 
+def test_the_table_of_a_run_that_failed_whole_shows_no_numbers() -> None:
+    lines = as_table(summarise([FAILED], 1.0, Targets(), num_gpus=1)).splitlines()
+    assert lines[4] == "TTFT               -         -         -         -"
+    assert lines[8] == "goodput   no targets given"
+
+
 def test_json_has_every_field_and_null_for_what_was_not_measured() -> None:
     report = orjson.loads(as_json(summarise([FAILED], 1.0, Targets(), num_gpus=1)))
     assert report["num_failed"] == 1

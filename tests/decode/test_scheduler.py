@@ -14,9 +14,10 @@ class Bench:
         self.scheduler = DecodeScheduler(self.tables)
         self.num_added = 0
 
-    def add(self, name: str, num_prompt: int = 16, max_tokens: int = 20) -> Sequence:
-        """A request whose prompt is computed and whose first token is known."""
-        sequence = Sequence.of(request(name, num_prompt, max_tokens, first_id=100 * self.num_added))
+    def add(self, name: str, num_prompt: int = 16, max_tokens: int = 20, first_id: int | None = None) -> Sequence:
+        """A request whose prompt is computed and whose first token is known; prompts differ unless told otherwise."""
+        first_id = 100 * self.num_added if first_id is None else first_id
+        sequence = Sequence.of(request(name, num_prompt, max_tokens, first_id=first_id))
         self.num_added += 1
         self.tables.grow(sequence, num_prompt)
         sequence.num_scheduled = sequence.num_computed = num_prompt
@@ -109,7 +110,7 @@ def test_a_victim_keeps_its_blocks_until_its_step_is_done() -> None:
     first = bench.plan()
     assert spans(first) == ["a 31-32 ->", "b 10-11 ->"]
     assert bench.plan() == []  # a needs a block, and the step of b still writes
-    assert len(young.blocks) == 1
+    assert (bench.plan(), len(young.blocks)) == ([], 1)
     finish(bench.tables, first)
     assert bench.step() == ["a 32-33 ->"]
     assert (young.blocks, young.num_scheduled, bench.scheduler.num_preemptions) == ([], 0, 1)
@@ -152,6 +153,18 @@ def test_a_preempted_request_finds_its_blocks_in_the_prefix_cache_output_include
     assert bench.step() == ["b 32-33 ->"]
 
 
+def test_a_preempted_request_whose_blocks_are_all_held_by_a_twin_still_computes_its_last_token() -> None:
+    bench = Bench(4)
+    twin = bench.add("a", 16, first_id=0)
+    bench.step()
+    bench.add("b", 16, first_id=0)
+    for _ in range(15):
+        bench.step()
+    assert bench.step() == ["a 32-33 ->"]
+    bench.end(twin)
+    assert bench.step() == ["b 16-32 ->"]
+
+
 def test_those_who_gave_way_return_in_their_order() -> None:
     bench = Bench(4, prefix_cache=False)
     oldest = bench.add("a", 16)
@@ -164,6 +177,20 @@ def test_those_who_gave_way_return_in_their_order() -> None:
     assert bench.step() == ["a 18-19 ->"]  # c would fit now, but b comes first
     bench.end(oldest)
     assert bench.step() == ["b 0-17 ->", "c 0-11 ->"]
+
+
+def test_a_request_that_comes_back_keeps_no_token_from_those_behind_it() -> None:
+    bench = Bench(7, prefix_cache=False)
+    bench.add("a", 48)
+    taken = bench.tables.pool.take(4)
+    assert bench.step() == []
+    bench.tables.pool.give_back(taken)
+    bench.add("b", 17)
+    assert bench.step(num_tokens=20) == ["a 0-19", "b 17-18 ->"]
+    assert bench.step(num_tokens=20) == ["a 19-38", "b 18-19 ->"]
+    assert bench.step(num_tokens=1) == ["a 38-39"]
+    assert bench.step(num_tokens=20) == ["a 39-49 ->", "b 19-20 ->"]
+    assert bench.step(num_tokens=20) == ["a 49-50 ->", "b 20-21 ->"]
 
 
 def test_a_return_leaves_every_running_request_a_block_to_grow() -> None:

@@ -13,9 +13,9 @@ NEAR_TIE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """``token_ids`` are the answer, ``gaps[i]`` how far the two best logits lay apart at token i."""
+    """``tokens`` are an answer's ids or their texts, ``gaps[i]`` the distance of the two best logits at token i."""
 
-    token_ids: list[int]
+    tokens: Sequence[int] | Sequence[str]
     gaps: list[float]
 
 
@@ -33,13 +33,13 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> Gr
     return Greedy(output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
 
 
-def differences(expected: Sequence[Greedy], answers: Sequence[Sequence[int]]) -> list[str]:
+def differences(expected: Sequence[Greedy], answers: Sequence[Sequence[int] | Sequence[str]]) -> list[str]:
     """Answers that differ at a token where Transformers was sure; after a near tie anything may follow."""
     faults = []
     for number, (right, answer) in enumerate(zip(expected, answers, strict=True)):
-        first = next((i for i, (a, b) in enumerate(zip(right.token_ids, answer, strict=True)) if a != b), None)
+        first = next((i for i, (a, b) in enumerate(zip(right.tokens, answer, strict=True)) if a != b), None)
         if first is not None and right.gaps[first] > NEAR_TIE:
-            faults.append(f"prompt {number}, token {first}: {answer[first]} for {right.token_ids[first]}")
+            faults.append(f"prompt {number}, token {first}: {answer[first]} for {right.tokens[first]}")
     return faults
 
 

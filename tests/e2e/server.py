@@ -2,12 +2,13 @@
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -16,12 +17,41 @@ from prometheus_client.parser import text_string_to_metric_families
 from crossdock.deploy.launch import crossdock_command
 
 HEALTHY_SECONDS = 60.0
+QUIET_SECONDS = 1.5
+"""Longer than a worker's time between two heartbeats, so that both ends of it are seen."""
 
 
 def free_port() -> int:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Scrape:
+    """What ``/metrics`` said at one moment."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of a metric over all samples that have these labels."""
+        return sum(s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items())
+
+    def worker(self, name: str, **labels: str) -> float:
+        return self.total(f"crossdock:worker_{name}", **labels)
+
+    @property
+    def unfinished(self) -> dict[str, float]:
+        """Whatever is left of requests, by place; empty when nobody is served and all blocks are free or cached."""
+        left = {name: self.total(f"vllm:num_requests_{name}") for name in ("running", "waiting")}
+        for role in ("prefill", "decode", "mixed"):
+            for table in ("running", "waiting", "arriving", "kept"):
+                left[f"{role} {table}"] = self.worker(f"requests_{table}", role=role)
+            for state in ("leased", "quarantined"):
+                left[f"{role} {state}"] = self.worker("blocks", role=role, state=state)
+            whole = sum(self.worker("blocks", role=role, state=state) for state in ("free", "cached"))
+            left[f"{role} missing"] = self.worker("blocks_total", role=role) - whole
+        return {place: number for place, number in left.items() if number}
 
 
 class Server:
@@ -58,6 +88,19 @@ class Server:
             assert time.monotonic() < deadline, f"not within {seconds} s:\n{self.log}"
             time.sleep(0.05)
 
+    def scrape(self) -> Scrape:
+        return Scrape(self.client.get("/metrics").text)
+
+    def wait_until_nothing_is_left(self, seconds: float) -> None:
+        """No request and no taken block anywhere, for longer than a heartbeat; fails with what is left."""
+        deadline, last = time.monotonic() + seconds, time.monotonic()
+        left = self.scrape().unfinished
+        while time.monotonic() - last < QUIET_SECONDS:
+            time.sleep(0.1)
+            left = self.scrape().unfinished
+            last = time.monotonic() if left else last
+            assert time.monotonic() < deadline, f"after {seconds} s there is {left}:\n{self.log}"
+
     def metrics(self) -> dict[str, float]:
         """Every sample, summed over its labels, by name."""
         samples: dict[str, float] = {}
@@ -76,6 +119,11 @@ class Server:
                     pids.append(int(entry.name))
         return sorted(pids)
 
+    def resident_bytes(self) -> dict[str, int]:
+        """Memory of the router and of every worker, by name."""
+        pids = {f"{role} {pid}": pid for role in ("prefill", "decode", "mixed") for pid in self.worker_pids(role)}
+        return {name: _resident_bytes(pid) for name, pid in {"router": self.process.pid, **pids}.items()}
+
     def kill_worker(self, role: str) -> None:
         os.kill(self.worker_pids(role)[0], signal.SIGKILL)
 
@@ -88,6 +136,21 @@ class Server:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
+
+
+@contextmanager
+def serving(model: Path | str, log: Path, *flags: str) -> Iterator[Server]:
+    """A healthy server, on one compute thread a worker, that ends with the block."""
+    server = Server(str(model), ("--threads", "1", *flags), log)
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        server.stop()
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _parent_of(entry: Path) -> int | None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 
 from crossdock.core.request import Request, RequestId, SamplingParams, pack_ids
 from crossdock.core.sequence import ChunkResult, Sequence, settle, take_chunk
-from crossdock.model.batch import build_batch
+from crossdock.model.batch import Batch, build_batch
 from crossdock.model.families import decoder_spec
 from crossdock.model.kv_tensors import KvTensors
 from crossdock.model.loading import build_transformer
@@ -41,7 +41,8 @@ class StateDict:
         return set(self.tensors)
 
     def get(self, name: str) -> Tensor:
-        return self.tensors[name]
+        tensor: Tensor = self.tensors[name]
+        return tensor
 
 
 @dataclass
@@ -49,24 +50,26 @@ class Twins:
     """The same random weights in Transformers and here."""
 
     theirs: PreTrainedModel
-    ours: Transformer
+    ours: Transformer[Batch]
 
     def logits(self, token_ids: list[int]) -> Tensor:
-        return self.theirs(torch.tensor([token_ids])).logits[0]
+        logits: Tensor = self.theirs(torch.tensor([token_ids])).logits[0]
+        return logits
 
     def greedy(self, token_ids: list[int], num_tokens: int) -> list[int]:
         assert isinstance(self.theirs, GenerationMixin)
         inputs = torch.tensor([token_ids])
-        out = self.theirs.generate(
-            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=num_tokens, eos_token_id=None
-        )
-        return out[0, len(token_ids) :].tolist()
+        self.theirs.generation_config.eos_token_id = None
+        mask = torch.ones_like(inputs)
+        out = self.theirs.generate(inputs, attention_mask=mask, do_sample=False, max_new_tokens=num_tokens)
+        new: list[int] = out[0, len(token_ids) :].tolist()
+        return new
 
 
 class Pool:
     """A pool on its own, stepped by hand; blocks are handed out back to front, so that none lie in order."""
 
-    def __init__(self, ours: Transformer, block_size: int = 4, dtype: str = "float32") -> None:
+    def __init__(self, ours: Transformer[Batch], block_size: int = 4, dtype: str = "float32") -> None:
         self.ours = ours
         self.layout = ours.spec.kv_layout(block_size, dtype)
         self.kv = KvTensors(self.layout, 320 // block_size)

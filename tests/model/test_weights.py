@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from crossdock.model.batch import Batch
 from crossdock.model.families import decoder_spec
 from crossdock.model.loading import build_transformer
 from crossdock.model.transformer import Transformer
@@ -96,7 +97,7 @@ def write_toy(folder: Path, is_tied: bool, head: Tensor | None) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def built(folder: Path) -> Transformer:
+def built(folder: Path) -> Transformer[Batch]:
     checkpoint = open_checkpoint(folder)
     return build_transformer(decoder_spec(checkpoint.config), checkpoint, torch.float32)
 

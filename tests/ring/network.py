@@ -24,6 +24,9 @@ class Faults:
     reordering: float = 0.0
 
 
+NO_FAULTS = Faults()
+
+
 class Network:
     """``inboxes`` holds one queue for each process that lives; what is sent to others vanishes."""
 

@@ -1,7 +1,7 @@
 """A whole deployment in one thread: real parts, engines and transfers; a fake device, network, clock and router.
 
 Nothing happens by itself. A test moves one thing at a time: a worker's loop, a layer group on its device, a message,
-the clock, a client's whim, a death. After each move the books of all pools must be right.
+the clock, a client's whim, a death.
 """
 
 from collections import deque
@@ -44,7 +44,7 @@ from crossdock.prefill.part import PrefillPart
 from crossdock.worker import Outgoing
 
 from .fake_device import NUM_LAYERS, VOCAB_SIZE, FakeExecutor, layout_of, reference_output
-from .network import Faults, Network
+from .network import NO_FAULTS, Faults, Network
 
 ROUTER = Peer("tcp://router", Incarnation("router"))
 LEASE_SECONDS = 2.0
@@ -95,9 +95,7 @@ class SimulatedWorker:
         )
         self.parts: tuple[Part, Part] = (self.decode, self.prefill)
         self.device = FakeExecutor(self.memory, self.check_write)
-        self.engine = Engine(
-            cast(Executor, self.device), tables, self.parts, shape.chunk_tokens, shape.max_num_seqs
-        )
+        self.engine = Engine(cast(Executor, self.device), tables, self.parts, shape.chunk_tokens, shape.max_num_seqs)
         self.peers: set[Peer] = set()
         self.inbox: deque[Delivery] = ring.network.inboxes.setdefault(peer.incarnation, deque())
         self._is_resting = False
@@ -126,8 +124,9 @@ class SimulatedWorker:
     # --- the loop --------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Run the loop to the next point where it would wait."""
+        """Run the loop to the next point where it would wait; the books are right whenever it does."""
         next(self._loop)
+        self.prefixes.check()
 
     @property
     def is_quiet(self) -> bool:
@@ -174,9 +173,6 @@ class SimulatedWorker:
                 assert any(handled), f"nobody knows what to do with {delivery.message}"
 
     # --- what a test looks at --------------------------------------------------------------------
-
-    def check(self) -> None:
-        self.prefixes.check()
 
     @property
     def leftovers(self) -> list[str]:
@@ -242,13 +238,13 @@ class Call:
 
 
 class Ring:
-    """``shapes`` gives the role and the shape of each worker, ``push_faults`` the probability that a push fails at once."""
+    """``shapes`` gives the role and the shape of each worker; a push fails at once with probability ``push_faults``."""
 
     def __init__(
         self,
         random: Random,
         shapes: dict[str, tuple[Role, Shape]],
-        faults: Faults = Faults(),  # noqa: B008
+        faults: Faults = NO_FAULTS,
         transport: str = "tcp",
         push_faults: float = 0.0,
     ) -> None:
@@ -395,8 +391,6 @@ class Ring:
         if moves:
             self.random.choice(moves)()
         self.route()
-        for worker in self.workers.values():
-            worker.check()
 
     @property
     def is_quiet(self) -> bool:
@@ -417,7 +411,7 @@ class Ring:
 
     def drain(self, max_seconds: float) -> None:
         """Let time pass, without further faults, until all is over and nothing is left behind."""
-        self.network.faults = Faults()
+        self.network.faults = NO_FAULTS
         self.push_faults = 0.0
         end = self.now + max_seconds
         self.settle()

@@ -10,8 +10,9 @@ from crossdock.core.messages import Role
 from crossdock.core.request import Request, RequestId, SamplingParams, pack_ids
 
 from .fake_device import VOCAB_SIZE, reference_output
-from .network import Faults
+from .network import NO_FAULTS, Faults
 from .simulated_ring import LEASE_SECONDS, Call, Ring, Shape
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -31,10 +32,12 @@ TOPOLOGIES = {
     "decode worker that prefills too": Topology(
         {"p": Role.PREFILL, "d": Role.DECODE}, (("p", "d"), ("p", "d"), ("d", "d"))
     ),
-    "two mixed": Topology(
-        {"m1": Role.MIXED, "m2": Role.MIXED}, (("m1", "m1"), ("m1", "m2"), ("m2", "m1"), ("m2", "m2"))
+    "all roles": Topology(
+        {"p": Role.PREFILL, "m": Role.MIXED, "d": Role.DECODE},
+        (("p", "m"), ("p", "d"), ("m", "m"), ("m", "d")),
     ),
 }
+CROSSED = Topology({"m1": Role.MIXED, "m2": Role.MIXED}, (("m1", "m2"), ("m2", "m1"), ("m1", "m1"), ("m2", "m2")))
 
 
 def random_shape(random: Random) -> Shape:
@@ -80,7 +83,7 @@ class Story:
     shape: Shape
 
     @classmethod
-    def of(cls, topology: Topology, seed: int, faults: Faults = Faults(), push_faults: float = 0.0) -> "Story":
+    def of(cls, topology: Topology, seed: int, faults: Faults = NO_FAULTS, push_faults: float = 0.0) -> "Story":
         random = Random(seed)
         shape = random_shape(random)
         shapes = {name: (role, shape) for name, role in topology.roles.items()}
@@ -91,8 +94,6 @@ class Story:
         capacity = self.shape.num_blocks * self.shape.block_size
         request = random_request(self.random, len(self.ring.calls), min(capacity, 80))
         return self.ring.submit(request, *self.random.choice(self.topology.pairs))
-
-
 
     def act(self, seconds_per_move: float, whims: float, deaths: float) -> None:
         """One move, after which a client may leave and a worker may die, be noticed or stand still."""
@@ -109,7 +110,7 @@ class Story:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_without_faults_every_request_completes_and_needs_no_clock(name: str) -> None:
-    for seed in range(30):
+    for seed in range(20):
         story = Story.of(TOPOLOGIES[name], seed)
         for _ in range(20):
             story.submit()
@@ -122,7 +123,7 @@ def test_without_faults_every_request_completes_and_needs_no_clock(name: str) ->
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_whatever_fails_no_token_is_wrong_and_no_block_is_lost(name: str) -> None:
-    for seed in range(40):
+    for seed in range(30):
         random = Random(seed)
         level = random.choice([0.0, 0.02, 0.2])
         faults = Faults(loss=level, repetition=level, reordering=level)
@@ -150,7 +151,7 @@ def run(story: Story, seconds_per_move: float, num_moves: int = 400) -> Iterator
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_worker_that_stood_still_writes_nothing_into_blocks_that_are_no_longer_its_own(name: str) -> None:
-    for seed in range(25):
+    for seed in range(8):
         story = Story.of(TOPOLOGIES[name], seed)
         for _ in run(story, 0.003):
             if story.random.random() < 0.02:
@@ -162,7 +163,7 @@ def test_a_worker_that_stood_still_writes_nothing_into_blocks_that_are_no_longer
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_live_worker_that_is_taken_for_dead_does_no_harm(name: str) -> None:
-    for seed in range(25):
+    for seed in range(8):
         story = Story.of(TOPOLOGIES[name], seed)
         for _ in run(story, 0.003):
             if story.random.random() < 0.01:
@@ -171,8 +172,21 @@ def test_a_live_worker_that_is_taken_for_dead_does_no_harm(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_worker_without_its_router_drops_everything(name: str) -> None:
-    for seed in range(25):
+    for seed in range(8):
         story = Story.of(TOPOLOGIES[name], seed)
         for _ in run(story, 0.003):
             if story.random.random() < 0.01:
                 story.ring.lose_router(story.random.choice(list(story.ring.workers)))
+
+
+def test_two_workers_that_decode_for_each_other_wait_no_longer_than_their_offers_last() -> None:
+    """Each may be full of KV that waits for room at the other: some requests fail, all others go on."""
+    outcomes: set[str] = set()
+    for seed in range(10):
+        story = Story.of(CROSSED, seed)
+        for _ in range(20):
+            story.submit()
+            story.ring.move()
+        story.ring.drain(100 * LEASE_SECONDS)
+        outcomes |= {call.outcome for call in story.ring.calls.values()}
+    assert outcomes == {"complete", "failed: no room within 30 offers"}

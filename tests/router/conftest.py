@@ -73,6 +73,8 @@ class Behaviour:
     fails_with: RequestFailed | None = None
     """Answer to a task instead of tokens; its ids are replaced by the task's."""
     repeats_tokens: bool = False
+    bundles_tokens: bool = False
+    """Send all tokens of a leg in one message."""
     dies_after: int | None = None
     """Falls silent, for good, before it sends the token of this index."""
 
@@ -177,7 +179,11 @@ class ScriptedWorker:
         self.active[request.request_id] = asyncio.create_task(self._play(request, router, first, end))
 
     async def _play(self, request: Request, router: Peer, first: int, end: int | None) -> None:
-        for delta in self._deltas(request)[first:end]:
+        deltas = self._deltas(request)[first:end]
+        if self.behaviour.bundles_tokens:
+            self.send(router, Tokens(deltas=deltas))
+            deltas = []
+        for delta in deltas:
             await asyncio.sleep(self.behaviour.seconds_a_token)
             if delta.index == self.behaviour.dies_after:
                 self.is_silent = True

@@ -178,6 +178,14 @@ async def test_repeated_messages_change_no_answer(cluster: "Cluster", client: ht
     assert (whole["choices"][0]["text"], whole["usage"]["completion_tokens"]) == ("hello", 6)
 
 
+async def test_many_tokens_in_one_message_all_arrive(cluster: "Cluster", client: httpx.AsyncClient) -> None:
+    cluster.says = "abcdefghij" * 30
+    for worker in await cluster.add(*PAIR):
+        worker.behaviour.bundles_tokens = True
+    chunks = chunks_of(await client.post("/v1/completions", json=completion(stream=True, max_tokens=390)))
+    assert (text_of(chunks), finishes_of(chunks)) == (cluster.says, ["stop"])
+
+
 async def test_a_prompt_is_scored_without_making_a_token(cluster: "Cluster", client: httpx.AsyncClient) -> None:
     await cluster.add(*PAIR)
     body = completion(prompt="yes", echo=True, logprobs=1, max_tokens=0)

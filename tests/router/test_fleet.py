@@ -58,6 +58,20 @@ def test_a_prefill_and_a_decode_worker_are_a_pair_once_their_link_works() -> Non
     assert fleet.pairs() == []
 
 
+def test_a_repeated_outcome_of_a_probe_is_no_news() -> None:
+    fleet = Fleet(dead_after_seconds=3)
+    prefill, _ = join(fleet, P, Role.PREFILL), join(fleet, D, Role.DECODE)
+    failed, works = Link(to=D.incarnation, transport="", error="no"), Link(to=D.incarnation, transport="tcp")
+    assert [fleet.link(prefill, link) for link in (failed, failed, works, works, failed)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert prefill.reached == []
+
+
 def test_a_mixed_worker_is_a_pair_with_itself_at_once() -> None:
     fleet = Fleet(dead_after_seconds=3)
     mixed = join(fleet, M, Role.MIXED)

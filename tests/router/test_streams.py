@@ -160,6 +160,20 @@ async def test_a_restarted_choice_forgets_what_it_had(text: TextModel) -> None:
     assert body["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.parametrize("is_retried", [True, False])
+async def test_a_worker_that_dies_after_the_stop_string_came_changes_nothing(text: TextModel, is_retried: bool) -> None:
+    exchange = Exchange(text, stop="STOP")
+    exchange.open()
+    exchange.say("okSTOP")
+    if is_retried:
+        exchange.stream.restart(exchange.dispatcher.entries[0])
+    else:
+        exchange.stream.fail(exchange.dispatcher.entries[0], Failure("worker died", is_retryable=True))
+    body = json.loads(await exchange.reply.body())
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("ok", "stop")
+    assert exchange.dispatcher.released == [(0, EndReason.STOP)]
+
+
 async def test_log_probabilities_of_the_prompt_come_with_the_echo(text: TextModel) -> None:
     exchange = Exchange(text, echo=True, logprobs=1, max_tokens=0)
     exchange.open()

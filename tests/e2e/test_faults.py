@@ -1,0 +1,91 @@
+"""What clients see, and what is left behind, when clients leave and workers die."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import httpx
+import pytest
+
+from .clients import complete, complete_for, crowd
+from .conftest import Serve
+from .questions import VOCAB_SIZE, Question, random_questions
+from .server import Server
+
+LONGEST_PROMPT = 600
+NUM_TOKENS = 96
+
+
+@pytest.fixture(scope="module")
+def questions(small_model: Path) -> Sequence[Question]:
+    return random_questions(small_model, 12, LONGEST_PROMPT, NUM_TOKENS)
+
+
+# --- clients that leave ----------------------------------------------------------------------------
+
+NUM_CLIENTS = 300
+ALLOWED_GROWTH_BYTES = 3 << 20
+"""Of any process, in the second half of the clients: a leaked request of each would be more."""
+STAGES = {
+    "queued at prefill": ("requests_waiting", "prefill"),
+    "computing": ("requests_running", "prefill"),
+    "waiting for decode": ("requests_kept", "prefill"),
+    "arriving at decode": ("requests_arriving", "decode"),
+    "decoding": ("requests_running", "decode"),
+}
+
+
+async def visit(questions: Sequence[Question], number: int, client: httpx.AsyncClient) -> str | None:
+    """Client ``number`` asks and, mostly, leaves at some stage; what is wrong with the answer of one who stays."""
+    random = Random(number)
+    max_tokens, is_stream = random.randint(2, NUM_TOKENS), random.random() < 0.5
+    prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, LONGEST_PROMPT))]
+    body = Question(prompt, [], questions[0].text_model).body(max_tokens, stream=is_stream)
+    match number % 5:
+        case 0:
+            question = random.choice(questions)
+            answer = await complete(client, question.body(max_tokens, stream=is_stream))
+            return answer.error or question.fault_of(answer, max_tokens)
+        case 1:
+            await complete_for(client, body, random.uniform(0, 0.03))
+        case 2:
+            await complete_for(client, body, random.uniform(0, 2))
+        case 3:
+            await complete(client, body | {"stream": True}, max_events=1)
+        case 4:
+            await complete(client, body | {"stream": True}, max_events=random.randint(2, 20))
+    return None
+
+
+async def stages_seen(server: Server, seen: set[str]) -> None:
+    """Watch, until cancelled, which stages workers say that requests are in."""
+    while True:
+        scrape = await asyncio.to_thread(server.scrape)
+        seen.update(stage for stage, (table, role) in STAGES.items() if scrape.worker(table, role=role))
+        await asyncio.sleep(0.2)
+
+
+async def visits(server: Server, questions: Sequence[Question], numbers: range, seen: set[str]) -> list[str]:
+    watch = asyncio.create_task(stages_seen(server, seen))
+    faults = await crowd(server.url, [partial(visit, questions, number) for number in numbers], num_at_once=32)
+    watch.cancel()
+    return [fault for fault in faults if fault]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_clients_that_leave_at_any_stage_leave_nothing_behind(
+    transport: str, small_model: Path, serve: Serve, questions: Sequence[Question]
+) -> None:
+    server = serve(small_model, "--transports", transport, "--num-blocks", "64", "--chunk-tokens", "64")
+    seen: set[str] = set()
+    resident_bytes = []
+    for half in (range(NUM_CLIENTS // 2), range(NUM_CLIENTS // 2, NUM_CLIENTS)):
+        assert asyncio.run(visits(server, questions, half, seen)) == []
+        server.wait_until_nothing_is_left(20)
+        resident_bytes.append(server.resident_bytes())
+    assert seen == set(STAGES)
+    growth = {name: after - resident_bytes[0][name] for name, after in resident_bytes[1].items()}
+    assert {name: grown for name, grown in growth.items() if grown > ALLOWED_GROWTH_BYTES} == {}
+    print(transport, resident_bytes, growth)
