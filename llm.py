@@ -41,6 +41,7 @@ from .model.startup import load_model
 from .prefill.part import PrefillPart
 from .router.chat_template import ChatMessage
 from .router.offline import batch_chat, batch_choices, batch_prompt
+from .router.openai_api import MAX_CHOICES
 from .router.output import Choice, OutputAssembler, PreparedPrompt, TokenEntry
 from .router.prepare import Limits
 from .router.sampling import SEED_BITS
@@ -85,7 +86,7 @@ class LLM:
         fingerprint = source.fingerprint()
         self._text = load_text(source.path)
         loaded = load_model(source.path, fingerprint, CLUSTER_KEY, config)
-        self._limits = Limits(model, loaded.max_model_len, loaded.spec.vocab_size)
+        self._limits = Limits(model, loaded.max_model_len, loaded.spec.vocab_size, MAX_CHOICES)
         self._card = WorkerCard(
             role=Role.MIXED,
             model=fingerprint,

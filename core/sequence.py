@@ -11,7 +11,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Mutable state of one request on one worker, changed by the part that owns it and no one else.
 

@@ -55,14 +55,18 @@ def gather_blocks(pool: Tensor, blocks: Tensor, layers: range) -> Tensor:
     """Of ``pool [num_blocks, num_layers, layer_bytes]``, uint8 -> ``[len(blocks), len(layers), layer_bytes]``."""
     staging = pool.new_empty(len(blocks), len(layers), pool.shape[2])
     span = layer_span(pool, layers)
-    _launch(pool.data_ptr() + span.offset, staging.data_ptr(), blocks, None, span, span.stride, span.size, LOCAL_PROGRAMS)
+    _launch(
+        pool.data_ptr() + span.offset, staging.data_ptr(), blocks, None, span, span.stride, span.size, LOCAL_PROGRAMS
+    )
     return staging
 
 
 def scatter_blocks(staging: Tensor, blocks: Tensor, layers: range, pool: Tensor) -> None:
     """The inverse of `gather_blocks`."""
     span = layer_span(pool, layers)
-    _launch(staging.data_ptr(), pool.data_ptr() + span.offset, None, blocks, span, span.size, span.stride, LOCAL_PROGRAMS)
+    _launch(
+        staging.data_ptr(), pool.data_ptr() + span.offset, None, blocks, span, span.size, span.stride, LOCAL_PROGRAMS
+    )
 
 
 def _launch(

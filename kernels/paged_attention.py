@@ -139,7 +139,8 @@ def _decode_attention(
         block_tables + sequence.to(tl.int64) * table_stride, position + tokens, position - WINDOW + 1, begin, end,
         block_stride, scale, softcap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFTCAP, True,
     )  # fmt: skip
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    total = tl.where(total > 0, total, 1.0)
+    acc = acc / total[:, None]
     if num_items == 1:
         tl.store(out + (rows * out_stride)[:, None] + columns, acc.to(out.dtype.element_ty), mask=is_wanted)
         return

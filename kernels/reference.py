@@ -12,7 +12,7 @@ same order; what is masked adds exact zeros.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import lcm
 
 import torch
@@ -65,10 +65,10 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` with a packed weight. A row's result does not depend on the other rows, to the last bit.
+    """`linear` with a packed weight.
 
-    From four rows on, that is: fewer take other kernels, which round differently and are slower. For every number of
-    rows oneDNN compiles and keeps another kernel of about 0.7 MB, up to 1024 of them, so rows are padded to few numbers.
+    For every number of rows oneDNN compiles and keeps another kernel of about 0.7 MB, up to 1024 of them, so rows are
+    padded to few numbers.
     """
     num_rows = len(x)
     if num_padding := padded_rows(num_rows) - num_rows:
@@ -178,14 +178,11 @@ def plan_prompt(start: int, num_tokens: int, blocks: Tensor, kv: Tensor, window:
     """``blocks [num_blocks]`` hold positions ``0 .. start + num_tokens``."""
     block_size, end, step = kv.shape[3], start + num_tokens, _tile_size(kv.shape[3])
     borders = [start, *range(start // step * step + step, end, step), end]
-    spans = [
-        _key_span(max(0, a + 1 - window) if window else 0, b, block_size)
-        for a, b in zip(borders, borders[1:], strict=False)
-    ]
+    spans = [_key_span(max(0, a + 1 - window) if window else 0, b, block_size) for a, b in pairwise(borders)]
     origin = spans[0].start
     tiles = [
         PromptTile(slice(a - start, b - start), slice(span.start - origin, span.stop - origin))
-        for a, b, span in zip(borders, borders[1:], spans, strict=False)
+        for (a, b), span in zip(pairwise(borders), spans, strict=True)
     ]
     keys = torch.arange(origin, spans[-1].stop, device=kv.device)
     columns = (keys[::block_size] // block_size).clamp(max=len(blocks) - 1)
@@ -302,3 +299,176 @@ def _attend_with_last(
         is_hidden |= keys <= queries - window
     weights = scores.masked_fill(is_hidden, MASKED).softmax(-1).masked_fill(is_hidden, 0)
     return torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2).to(q.dtype)
+
+
+def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As in `norm_rope`."""
+    if x is not None:
+        total = residual.float() + x.float().view(-1, *residual.shape).sum(0)
+        residual.copy_(total)
+    return rms_norm(residual, weight, eps)
+
+
+def norm_rope_store(
+    qkv: Tensor,
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    slots: Tensor,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> None:
+    """As in `norm_rope`."""
+    num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    q, k, _ = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    for x, weight in ((q, q_norm), (k, k_norm)):
+        if weight is not None:
+            x.copy_(rms_norm(x, weight, eps))
+    if positions is not None:
+        cos, sin = cos[positions.long()], sin[positions.long()]
+    rotated = heads[:, : num_heads + num_kv_heads]
+    rope_(rotated, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+    is_stored = slots >= 0
+    kv_store(kv, store_rows(slots[is_stored].long(), kv), heads[is_stored, num_heads:])
+
+
+def gather_blocks(pool: Tensor, blocks: Tensor, layers: range) -> Tensor:
+    """As in `kv_copy`."""
+    return pool[blocks.long(), layers.start : layers.stop]
+
+
+def scatter_blocks(staging: Tensor, blocks: Tensor, layers: range, pool: Tensor) -> None:
+    """As in `kv_copy`."""
+    pool[blocks.long(), layers.start : layers.stop] = staging
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """One entry a row, ``[n]`` on the logits' device, as core/request.py means them.
+
+    ``temperature, min_p`` float32, ``top_k`` int32, ``top_p`` float64, ``seed`` int64 (the bits of an unsigned one),
+    ``output_index`` int64. Where no row has a top-k or top-p, ``any_top_k`` or ``any_top_p`` may save the search for it.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    output_index: Tensor
+    any_top_k: bool = True
+    any_top_p: bool = True
+
+    @staticmethod
+    def neutral(num_rows: int, device: torch.device) -> "SamplingTensors":
+        """Temperature 1 and no filter."""
+        zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        ones = torch.ones(num_rows, dtype=torch.float64, device=device)
+        return SamplingTensors(ones.float(), zeros.int(), ones, zeros.float(), zeros, zeros, False, False)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """``token_logprobs [n]``; ``top_ids, top_logprobs  [n, num_top]``, likeliest first, then by id."""
+
+    token_logprobs: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """As in `sampling`."""
+    return logits.argmax(-1)
+
+
+def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """As in `sampling`, by sorting."""
+    logits = logits.float()
+    vocab, top_k = logits.shape[1], params.top_k[:, None]
+    scaled = (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None].clamp(min=1e-30)
+    ordered = scaled.sort(-1, descending=True).values
+    is_kept = torch.arange(vocab, device=logits.device) < torch.where(top_k > 0, top_k, vocab)
+    weights = ordered.double().exp() * is_kept
+    reached = weights.cumsum(-1)
+    top_p = params.top_p[:, None]
+    is_kept &= (reached - weights < top_p * reached[:, -1:]) | (top_p >= 1)
+    is_kept[:, 0] = True
+    floors = ordered.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
+    floors = floors.maximum(params.min_p.double().log().float()[:, None])
+    reached = scaled.exp().masked_fill(scaled < floors, 0).cumsum(-1, dtype=torch.float64)
+    draws = _uniform(params.seed, params.output_index)[:, None] * reached[:, -1:]
+    drawn = torch.searchsorted(reached, draws, right=True).squeeze(-1)
+    return torch.where((params.temperature < 1e-4) | (params.top_k == 1), logits.argmax(-1), drawn)
+
+
+def _uniform(seeds: Tensor, indices: Tensor) -> Tensor:
+    """SplitMix64 as in `sampling`; int64 wraps as unsigned does, but for the shifts to the right."""
+    state = _mix(seeds) + (indices + 1) * _signed(0x9E3779B97F4A7C15)
+    return _shifted(_mix(state), 12).double() * 2.0**-52
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64)
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TopLogprobs:
+    """As in `sampling`."""
+    logprobs = logits.double().log_softmax(-1)
+    top = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
+    own = logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
+    return TopLogprobs(own.float(), top, logprobs.gather(-1, top).float())
+
+
+IN_PROMPT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """``counts  int32 [num_places, vocab]``: how often a sequence's output holds a token, plus `IN_PROMPT` where its
+    prompt does. ``places  int32 [n]`` say which row of the counts is whose, -1 for a row of logits without penalties;
+    ``repetition, presence, frequency  float32 [n]``.
+    """
+
+    counts: Tensor
+    places: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+def penalise(logits: Tensor, penalties: Penalties) -> None:
+    """As in `penalties`."""
+    rows = (penalties.places >= 0).nonzero().squeeze(-1)
+    entries = penalties.counts[penalties.places[rows].long()]
+    num_output, x = (entries % IN_PROMPT).float(), logits[rows]
+    repetition, presence, frequency = (
+        column[rows, None] for column in (penalties.repetition, penalties.presence, penalties.frequency)
+    )
+    repeated = torch.where(x > 0, x / repetition, x * repetition)
+    logits[rows] = torch.where(entries > 0, repeated, x) - frequency * num_output - presence * (num_output > 0)
+
+
+def count_tokens(counts: Tensor, places: Tensor, token_ids: Tensor) -> None:
+    """As in `penalties`."""
+    is_counted = places >= 0
+    counts[places[is_counted].long(), token_ids[is_counted].long()] += 1
+
+
+def add_at(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
+    """As in `penalties`."""
+    is_entry = rows >= 0
+    logits[rows[is_entry].long(), token_ids[is_entry].long()] += values[is_entry]

@@ -131,7 +131,7 @@ def _search(
     for index in range(num_passes):
         _search_pass[(num_chunks, num_rows)](
             logits, best[0], kept.floors, kept.masses, kept.counts, params.temperature, params.top_k, params.top_p,
-            search.brackets, search.sums, search.targets, **_sizes(logits), INDEX=index, BY_COUNT=by_count,
+            search.brackets, search.sums, search.targets, **_sizes(logits), index=index, BY_COUNT=by_count,
             HAS_PREVIOUS=previous is not None, WAYS=WAYS, LOW_BITS=CONSTANT_BITS[logits.dtype], CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
     return search
@@ -146,7 +146,9 @@ def _keep(
         torch.empty(num_rows, num_chunks, dtype=torch.float64, device=logits.device),
         torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device),
     )
-    brackets, sums, targets = (search.brackets, search.sums, search.targets) if search is not None else (kept.counts,) * 3
+    brackets, sums, targets = (
+        (search.brackets, search.sums, search.targets) if search is not None else (kept.counts,) * 3
+    )
     previous = search.previous if search is not None else None
     _keep_chunk[(num_chunks, num_rows)](
         logits, best[0], kept.floors if previous is None else previous.floors,
@@ -193,7 +195,9 @@ def _row_best(best, first, row, vocab, num_chunks, CHUNKS: tl.constexpr):
     places = row * num_chunks + chunks
     x = tl.load(best + places, mask=chunks < num_chunks, other=-float("inf"))
     highest = tl.max(x, 0)
-    return highest, _first((x == highest) & (chunks < num_chunks), tl.load(first + places, chunks < num_chunks, 0), vocab)
+    return highest, _first(
+        (x == highest) & (chunks < num_chunks), tl.load(first + places, chunks < num_chunks, 0), vocab
+    )
 
 
 @triton.jit
@@ -209,16 +213,17 @@ def _best_of_rows(best, first, token_ids, vocab, num_chunks, CHUNKS: tl.constexp
 
 
 @triton.jit
-def _is_greedy(temperature, top_k):
-    return (temperature < 1e-4) | (top_k == 1)
+def _is_drawn(temperature, top_k):
+    """Not greedy (core/request.py)."""
+    return (temperature >= 1e-4) & (top_k != 1)
 
 
 @triton.jit
 def _is_searched(temperature, top_k, top_p, vocab, BY_COUNT: tl.constexpr):
     if BY_COUNT:
-        return (not _is_greedy(temperature, top_k)) & (top_k > 0) & (top_k < vocab)
+        return _is_drawn(temperature, top_k) & (top_k > 0) & (top_k < vocab)
     else:
-        return (not _is_greedy(temperature, top_k)) & (top_p < 1.0)
+        return _is_drawn(temperature, top_k) & (top_p < 1.0)
 
 
 @triton.jit
@@ -265,10 +270,10 @@ def _target(masses, counts, floor, highest, temperature, top_k, top_p, row, num_
     return top_p * (mass - excess * weight.to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index"])
 def _search_pass(
     logits, best, floors, masses, counts, temperatures, top_ks, top_ps, brackets, sums, targets, vocab, num_chunks,
-    INDEX: tl.constexpr, BY_COUNT: tl.constexpr, HAS_PREVIOUS: tl.constexpr, WAYS: tl.constexpr, LOW_BITS: tl.constexpr,
+    index, BY_COUNT: tl.constexpr, HAS_PREVIOUS: tl.constexpr, WAYS: tl.constexpr, LOW_BITS: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
@@ -279,7 +284,7 @@ def _search_pass(
         chunks = tl.arange(0, CHUNKS)
         row_best = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=-float("inf"))
         highest = tl.max(row_best, 0)
-        if INDEX == 0:
+        if index == 0:
             floor = tl.load(floors + row) if HAS_PREVIOUS else tl.full((), -float("inf"), tl.float32)
             below, above = _to_key(floor, LOW_BITS) - 1, _to_key(highest, LOW_BITS)
             if chunk == 0:
@@ -289,16 +294,15 @@ def _search_pass(
                     target = _target(masses, counts, floor, highest, temperature, top_k, top_p, row, num_chunks, CHUNKS)
                     tl.store(targets + row, target)
         else:
-            previous = tl.full((), INDEX - 1, tl.int32)
-            below, above = _narrowed(brackets, sums, targets, previous, row, num_rows, num_chunks, CHUNKS, WAYS)
-        place = INDEX * num_rows.to(tl.int64) + row
+            below, above = _narrowed(brackets, sums, targets, index - 1, row, num_rows, num_chunks, CHUNKS, WAYS)
+        place = index * num_rows.to(tl.int64) + row
         if chunk == 0:
             tl.store(brackets + place * 2, below)
             tl.store(brackets + place * 2 + 1, above)
         ways = tl.arange(0, WAYS)
         found = tl.zeros((WAYS,), tl.float32)
-        lowest = _from_key(below + (above - below) // WAYS, LOW_BITS)
-        if tl.max(tl.where(chunks == chunk, row_best, -float("inf")), 0) >= lowest:
+        chunk_best = tl.max(tl.where(chunks == chunk, row_best, -float("inf")), 0)
+        if _to_key(chunk_best, LOW_BITS) > below + (above - below) // WAYS:
             x = _load_chunk(logits, row, chunk * CHUNK + tl.arange(0, CHUNK), vocab)
             if BY_COUNT:
                 weights = tl.full((CHUNK,), 1.0, tl.float32)
@@ -321,7 +325,7 @@ def _keep_chunk(
     wait_for_previous(EARLY)
     chunk, row, num_rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
-    if not _is_greedy(temperature, top_k):
+    if _is_drawn(temperature, top_k):
         floor = tl.load(old_floors + row) if HAS_PREVIOUS else tl.full((), -float("inf"), tl.float32)
         if NUM_PASSES > 0:
             if _is_searched(temperature, top_k, tl.load(top_ps + row), vocab, BY_COUNT):
@@ -362,7 +366,7 @@ def _draw(
     row = tl.program_id(0)
     highest, token = _row_best(best, first, row, vocab, num_chunks, CHUNKS)
     temperature = tl.load(temperatures + row)
-    if not _is_greedy(temperature, tl.load(top_ks + row)):
+    if _is_drawn(temperature, tl.load(top_ks + row)):
         chunks = tl.arange(0, CHUNKS)
         mass = tl.load(masses + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
         total = tl.sum(mass, 0)
@@ -429,5 +433,7 @@ def _top_logprobs(
         x = _load_chunk(logits, row, tokens, vocab)
         x = tl.where((x < highest) | ((x == highest) & (tokens > token)), x, -float("inf"))
         next_best = tl.max(x, 0)
-        candidate_ids = tl.where(chunks == chunk, _first((x == next_best) & (tokens < vocab), tokens, vocab), candidate_ids)
+        candidate_ids = tl.where(
+            chunks == chunk, _first((x == next_best) & (tokens < vocab), tokens, vocab), candidate_ids
+        )
         candidates = tl.where(chunks == chunk, next_best, candidates)

@@ -107,12 +107,12 @@ def _plan_decode(
 def add_parts(
     partial_out, partial_lse, out, first_item, num_items, kv_head, num_queries, out_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_PARTS: tl.constexpr = 16, WIDTH: tl.constexpr = 512,
+    WIDTH: tl.constexpr = 512, PARTS_IN_FLIGHT: tl.constexpr = 8,
 ):  # fmt: skip
     """The mean of a sequence's parts weighted by ``exp2(lse)``, for one KV head.
 
-    ``WIDTH`` elements of the ``[NUM_ROWS, HEAD_DIM]`` of a part and ``NUM_PARTS`` parts at a time. ``out`` points to
-    the KV head's first query head in the sequence's first token.
+    ``WIDTH`` elements of the ``[NUM_ROWS, HEAD_DIM]`` of a part at a time. ``out`` points to the KV head's first query
+    head in the sequence's first token.
     """
     for start in range(0, NUM_ROWS * HEAD_DIM, WIDTH):
         elements = start + tl.arange(0, WIDTH)
@@ -122,18 +122,14 @@ def add_parts(
         acc = tl.zeros([WIDTH], tl.float32)
         top = tl.full([WIDTH], -1e30, tl.float32)
         total = tl.zeros([WIDTH], tl.float32)
-        for first_part in range(0, num_items, NUM_PARTS):
-            parts = first_part + tl.arange(0, NUM_PARTS)
-            places = ((first_item + parts) * NUM_KV_HEADS + kv_head).to(tl.int64) * NUM_ROWS
-            is_part = (parts < num_items)[:, None] & is_wanted[None, :]
-            lse = tl.load(partial_lse + places[:, None] + rows[None, :], mask=is_part, other=float("-inf"))
-            part = tl.load(partial_out + (places * HEAD_DIM)[:, None] + elements[None, :], mask=is_part, other=0.0)
-            higher = tl.maximum(top, tl.max(lse, 0))
-            weights = tl.exp2(lse - higher[None, :])
-            fade = tl.exp2(top - higher)
-            acc = acc * fade + tl.sum(part * weights, 0)
-            total = total * fade + tl.sum(weights, 0)
+        for item in tl.range(first_item, first_item + num_items, num_stages=PARTS_IN_FLIGHT):
+            first_row = (item * NUM_KV_HEADS + kv_head).to(tl.int64) * NUM_ROWS
+            lse = tl.load(partial_lse + first_row + rows, mask=is_wanted, other=0.0)
+            part = tl.load(partial_out + first_row * HEAD_DIM + elements, mask=is_wanted, other=0.0)
+            higher = tl.maximum(top, lse)
+            weight, fade = tl.exp2(lse - higher), tl.exp2(top - higher)
+            acc = acc * fade + part * weight
+            total = total * fade + weight
             top = higher
-        acc = acc / tl.where(total > 0, total, 1.0)
         places = tokens.to(tl.int64) * out_stride + elements - tokens * (GROUP * HEAD_DIM)
-        tl.store(out + places, acc.to(out.dtype.element_ty), mask=is_wanted)
+        tl.store(out + places, (acc / total).to(out.dtype.element_ty), mask=is_wanted)

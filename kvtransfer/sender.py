@@ -4,7 +4,7 @@
 
     start ── Offer ──> OFFERED ── Reservation ──> RESERVED ── finished, all pushed ──> COMMITTED ── Attached ──> ENDED
                        │ Offer again              │ pushes what is written             │ Commit again              ^
-                       │ every lease time         │ Renew every third of it            │ every third of it         │
+                       │ every third of a lease   │ Renew every third of it            │ every third of it         │
                        └──────────────────────────┴────────────────────────────────────┴── Cancel, Failed ─────────┘
                           Rejected, Revoke, cancel(); no answer for too long; the own lease expired
 
@@ -34,8 +34,11 @@ from ..core.request import TransferId
 from .lease import Lease
 from .plan import GroupBlocks, PushPlan
 
-MAX_OFFERS = 30
-"""Unanswered ones; a decode worker without room for so many lease times is not worth holding the KV for."""
+MAX_OFFERS = 90
+"""Unanswered ones, three a lease time, so that a lost `Reservation` is repeated before its lease has run out.
+
+A decode worker without room for so long is not worth holding the KV for.
+"""
 COMMIT_LEASES = 2
 """Lease times without an answer to `Commit` after which the transfer has failed."""
 HOLDER_SHARE = 0.75
@@ -107,7 +110,7 @@ class Sender:
         """The prompt has begun to be computed: make the offer."""
         self._num_offers += 1
         self._last_tick = now
-        self._next_message = now + self._lease_seconds
+        self._next_message = now + self._lease_seconds / 3
         return SenderActions(messages=(self._offer,))
 
     def written(self, group: int, num_blocks: int, now: float) -> SenderActions:

@@ -26,7 +26,7 @@ from .prepare import Limits, PreparedRequest, prepare_chat, prepare_completion
 from .streams import ClientGone, Reply, Stream
 from .text import TextModel
 
-LONG_BODY_BYTES = 64 << 10
+LONG_BODY_BYTES = 8 << 10
 """Longer requests are tokenised in a thread; for shorter ones the switch would cost more."""
 
 CLIENT_GONE_STATUS = 499
@@ -61,7 +61,7 @@ class Router:
         max_model_len, card = fleet.max_model_len(), fleet.card
         if card is None or max_model_len == 0:
             raise ApiError.overloaded("no pair of workers is ready")
-        return Limits(self.model_name, max_model_len, card.vocab_size)
+        return Limits(self.model_name, max_model_len, card.vocab_size, self.config.max_open_requests)
 
     def open_stream(self) -> Stream:
         """A place among the open requests, given back by `close_stream`; raises `ApiError` 503."""
@@ -75,10 +75,8 @@ class Router:
 
     def _check_room_for(self, num_choices: int) -> None:
         """Each choice is a request to the workers; raises `ApiError`."""
-        limit, num_open = self.config.max_open_requests, len(self.dispatcher.ledger)
-        if num_choices > limit:
-            raise ApiError.invalid("n", f"{num_choices} choices are asked for, the most is {limit}.")
-        if num_open + num_choices > limit:
+        num_open = len(self.dispatcher.ledger)
+        if num_open + num_choices > self.config.max_open_requests:
             raise self._refusal(num_open)
 
     def _refusal(self, num_open: int) -> ApiError:

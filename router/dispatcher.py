@@ -170,7 +170,7 @@ class Dispatcher:
                     entry.sink.emit_prompt(entry, message)
             case RequestFailed():
                 entry = self.ledger.find(message.request_id, worker.peer)
-                if entry is not None:
+                if entry is not None and entry.needs(worker):
                     self._fail(entry, Failure(message.reason, message.is_retryable), now)
             case Link():
                 self._on_link(worker, message)
@@ -232,15 +232,17 @@ class Dispatcher:
             self._mailbox.send(worker.peer, peers)
 
     def _bury(self, dead: Sequence[Worker], now: float) -> None:
-        """End what ran on workers that the fleet has removed and the others know of."""
+        """End what needs workers that the fleet has removed and the others know of."""
         for worker in dead:
             _log.warning("worker %s is dead", worker.peer.address)
+            worker.idle_since = now
             self._metrics.counts.deaths += 1
             self._mailbox.forget(worker.peer)
             self.prefixes.drop(worker.incarnation)
         for worker in dead:
             for entry in self.ledger.on_worker(worker):
-                self._fail(entry, Failure(f"worker {worker.peer.address} died", is_retryable=True), now)
+                if entry.needs(worker):
+                    self._fail(entry, Failure(f"worker {worker.peer.address} died", is_retryable=True), now)
 
     # --- time ----------------------------------------------------------------------------------
 

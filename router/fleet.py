@@ -187,8 +187,10 @@ class Fleet:
         if prefill.card.role.decodes:
             yield prefill
         for incarnation in prefill.reached:
-            if incarnation != prefill.incarnation:
-                yield self._workers[incarnation]
+            other = self._workers[incarnation]
+            # two workers that decode for each other could each keep KV for which the other has no room
+            if incarnation != prefill.incarnation and not (prefill.card.role.decodes and other.card.role.prefills):
+                yield other
 
     def max_model_len(self) -> int:
         """The longest prompt plus output that some usable pair can hold; 0 without a pair."""

@@ -89,6 +89,13 @@ class Entry:
         """Whether a client would not notice that the output begins again."""
         return self.may_restart or not self.output_ids
 
+    def needs(self, worker: Worker) -> bool:
+        """Whether this request can't go on without ``worker``, a leg of its attempt.
+
+        The prefill worker has done its part once a token of the decode worker is here.
+        """
+        return worker.peer == self.attempt.pair.decode.peer or len(self.output_ids) < 2
+
     def accept(self, delta: TokenDelta, now: float) -> list[TokenDelta]:
         """The tokens that may be emitted now that ``delta`` is here.
 

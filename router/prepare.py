@@ -28,11 +28,12 @@ DrawSeed = Callable[[], int]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the workers allow: tokens of prompt and output together, ids below ``vocab_size``."""
+    """What the workers allow: tokens of prompt and output together, ids below ``vocab_size``, choices of a request."""
 
     model_name: str
     max_model_len: int
     vocab_size: int
+    max_choices: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class PreparedRequest:
 def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed) -> PreparedRequest:
     """Raises `ApiError`. Without ``max_tokens`` the output may fill the model."""
     _check_model(body, limits)
+    _check_number(body.n or 1, limits)
     prompt = chat_prompt(body, text)
     params = replace(
         sampling_params(body, text, limits.vocab_size),
@@ -71,8 +73,10 @@ def prepare_completion(
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
+    prompts = completion_prompts(body, text, limits.vocab_size)
+    _check_number(len(prompts) * (body.n or 1), limits)
     choices: list[Choice] = []
-    for prompt in completion_prompts(body, text, limits.vocab_size):
+    for prompt in prompts:
         fit = fitted(params, prompt, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
         choices += choices_of(body, prompt, fit, draw_seed, first=len(choices), echo=bool(body.echo))
     return _prepared(body, choices, limits, CompletionFormat)
@@ -81,6 +85,11 @@ def prepare_completion(
 def _check_model(body: CompletionFields, limits: Limits) -> None:
     if body.model is not None and body.model != limits.model_name:
         raise ApiError(404, f"The model {shown(body.model)} does not exist.", param="model", code="model_not_found")
+
+
+def _check_number(num_choices: int, limits: Limits) -> None:
+    if num_choices > limits.max_choices:
+        raise ApiError.invalid("n", f"{num_choices} choices are asked for, the most is {limits.max_choices}.")
 
 
 def fitted(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from .chat_template import ChatMessage, ChatTemplate, TemplateRefused
 from .detokenizer import Detokenizer, TokenBytes
@@ -43,7 +43,7 @@ class TextModel:
 
     def encode(self, text: str) -> Encoded:
         """With the special tokens that the tokenizer puts around a text. The text has no lone surrogates."""
-        encoding = self.tokenizer.encode(text)
+        encoding = self._encoding(text, adds_special=True)
         mask = encoding.special_tokens_mask
         num_added = next((i for i, is_added in enumerate(mask) if not is_added), len(mask))
         return Encoded(encoding.ids, num_added)
@@ -62,7 +62,11 @@ class TextModel:
 
     def encode_chat(self, rendered: str) -> Encoded:
         """A rendered chat, whose special tokens the template has written itself."""
-        return Encoded(self.tokenizer.encode(rendered, add_special_tokens=False).ids)
+        return Encoded(self._encoding(rendered, adds_special=False).ids)
+
+    def _encoding(self, text: str, adds_special: bool) -> Encoding:
+        """As a batch of one, for which `tokenizers` lets other threads run meanwhile."""
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)[0]
 
     def decode(self, token_ids: Sequence[int], skips_special: bool = True) -> str:
         """A whole text at once."""

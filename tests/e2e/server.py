@@ -101,6 +101,10 @@ class Server:
             last = time.monotonic() if left else last
             assert time.monotonic() < deadline, f"after {seconds} s there is {left}:\n{self.log}"
 
+    @property
+    def num_deaths(self) -> float:
+        return self.scrape().total("crossdock:worker_deaths_total")
+
     def metrics(self) -> dict[str, float]:
         """Every sample, summed over its labels, by name."""
         samples: dict[str, float] = {}
@@ -114,8 +118,7 @@ class Server:
         pids = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and _parent_of(entry) == self.process.pid:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-                if f"--role={role}".encode() in command:
+                if f"--role={role}" in _command_of(entry):
                     pids.append(int(entry.name))
         return sorted(pids)
 
@@ -151,6 +154,13 @@ def serving(model: Path | str, log: Path, *flags: str) -> Iterator[Server]:
 
 def _resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _command_of(entry: Path) -> list[str]:
+    try:
+        return (entry / "cmdline").read_text().split("\0")
+    except OSError:
+        return []  # it ended meanwhile
 
 
 def _parent_of(entry: Path) -> int | None:

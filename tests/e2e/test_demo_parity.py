@@ -38,6 +38,13 @@ MODES = {
 ALWAYS = ("1P1D over shm", "mixed")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "mode" in metafunc.fixturenames:
+        is_full = metafunc.config.getoption("--full")
+        metafunc.parametrize("mode", MODES if is_full else ALWAYS)
+        metafunc.parametrize("num_at_once", [32, 1] if is_full else [32])
+
+
 @pytest.fixture(scope="module")
 def text() -> TextModel:
     return load_text(resolve("demo").path)
@@ -75,8 +82,6 @@ def tokens_over_http(server: Server, prompts: Sequence[list[int]], num_at_once: 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_at_once", [32, 1])
-@pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_the_tokens_of_transformers(
     mode: str,
     num_at_once: int,
@@ -84,10 +89,7 @@ def test_every_mode_gives_the_tokens_of_transformers(
     prompts: list[list[int]],
     expected: list[Greedy],
     text: TextModel,
-    is_full: bool,
 ) -> None:
-    if not is_full and (mode not in ALWAYS or num_at_once == 1):
-        pytest.skip("run with --full (make test ARGS='--full -k demo_parity') for every mode")
     server = serve("demo", *MODES[mode])
     answers = tokens_over_http(server, prompts, num_at_once)
     texts = [Greedy([text.token_text(int(i)) for i in right.tokens], right.gaps) for right in expected]

@@ -1,7 +1,9 @@
 """What clients see, and what is left behind, when clients leave and workers die."""
 
 import asyncio
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -11,8 +13,9 @@ import pytest
 
 from .clients import complete, complete_for, crowd
 from .conftest import Serve
+from .load import strike_under_load
 from .questions import VOCAB_SIZE, Question, random_questions
-from .server import Server
+from .server import Server, serving
 
 LONGEST_PROMPT = 600
 NUM_TOKENS = 96
@@ -88,4 +91,47 @@ def test_clients_that_leave_at_any_stage_leave_nothing_behind(
     assert seen == set(STAGES)
     growth = {name: after - resident_bytes[0][name] for name, after in resident_bytes[1].items()}
     assert {name: grown for name, grown in growth.items() if grown > ALLOWED_GROWTH_BYTES} == {}
-    print(transport, resident_bytes, growth)
+
+
+# --- workers that die ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One prefill and one decode worker with little room, so that KV is nearly always on its way."""
+    log = tmp_path_factory.mktemp("pair") / "server.log"
+    with serving(small_model, log, "--num-blocks", "96", "--chunk-tokens", "64") as server:
+        yield server
+
+
+def kill(server: Server, role: str) -> None:
+    """And wait until a new worker is in the place of the old one."""
+    num_deaths, pids = server.num_deaths, server.worker_pids(role)
+    os.kill(pids[0], signal.SIGKILL)
+    server.wait_for(lambda: server.num_deaths == num_deaths + 1, 10)
+    server.wait_for(lambda: server.is_healthy and len(server.worker_pids(role)) == len(pids), 40)
+
+
+def freeze(server: Server, role: str) -> None:
+    """Until it is declared dead; then it goes on as if nothing had been."""
+    num_deaths, [pid] = server.num_deaths, server.worker_pids(role)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        server.wait_for(lambda: server.num_deaths == num_deaths + 1, 10)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    server.wait_for(lambda: server.is_healthy, 10)
+    assert server.worker_pids(role) == [pid]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("strike", [kill, freeze])
+def test_the_death_of_a_worker_costs_no_more_than_the_requests_on_it(
+    strike: Callable[[Server, str], None], role: str, pair: Server, questions: Sequence[Question]
+) -> None:
+    load = asyncio.run(strike_under_load(pair, questions, partial(strike, pair, role)))
+    assert load.faults == []
+    assert load.num_errors_by_status.get(503, 0) > 0
+    pair.wait_until_nothing_is_left(30)
+    assert pair.scrape().worker("accepting") == 2
+    print(strike, role, load.num_right, load.num_errors_by_status)

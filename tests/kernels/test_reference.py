@@ -106,56 +106,68 @@ def test_kv_store_writes_each_token_to_its_slot_and_nothing_else(block_size: int
 
 @pytest.mark.parametrize("num_heads", [2, 4, 6, 14])
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [4, 16, 24])
 def test_decode_attention_reads_the_visible_tokens_of_each_sequence(
     block_size: int, window: int | None, num_heads: int
 ) -> None:
-    kv, lengths = pool(block_size), [50, 33, 32, 17, 9, 1]
-    tables = [list(range(i, i + 13)) for i in range(len(lengths))]
+    kv, lengths = pool(block_size), [72, 65, 64, 33, 17, 9, 1]
+    tables = [[(i + 3 * j) % NUM_BLOCKS for j in range(72 // block_size + 1)] for i in range(len(lengths))]
     q = random(len(lengths), num_heads, HEAD_DIM, seed=1)
-    plans = reference.plan_decodes(lengths, torch.tensor(tables), kv, window, max_padding=2)
+    plans = reference.plan_decodes(lengths, torch.tensor(tables), kv, window)
     out = torch.cat([reference.paged_decode_attention(q[p.first : p.end], kv, p, 0.3) for p in plans])
     for row, length in enumerate(lengths):
         keys, values = visible(kv, tables[row], length - 1, window)
         torch.testing.assert_close(out[row], attention(q[row], keys, values, 0.3))
 
 
-def test_rows_are_cut_into_groups_that_hold_little_padding() -> None:
-    assert reference.group_by_length([], 4) == []
-    assert reference.group_by_length([7, 7, 7], 0) == [range(3)]
-    assert reference.group_by_length([64, 3, 3, 2, 1, 1], 4) == [range(1), range(1, 5), range(5, 6)]
-    assert reference.group_by_length([64, 3, 3, 2, 1, 1], 1000) == [range(6)]
-    assert reference.group_by_length([1, 3, 1], 2) == [range(2), range(2, 3)]
+def pages_of(plans: list[reference.DecodePlan]) -> list[tuple[int, int]]:
+    """Rows and blocks a row of each plan."""
+    return [(p.end - p.first, len(p.pages) // (p.end - p.first) // (2 * NUM_KV_HEADS)) for p in plans]
 
 
-def test_one_long_sequence_makes_the_short_ones_read_no_more() -> None:
-    kv = pool(4)
-    table = torch.zeros(9, 20, dtype=torch.int64)
-    plans = reference.plan_decodes([80] + [4] * 8, table, kv, None)
-    assert [len(plan.pages) for plan in plans] == [20 * 2 * NUM_KV_HEADS, 8 * 2 * NUM_KV_HEADS]
+def test_rows_that_end_in_the_same_tile_are_read_together_and_a_long_one_alone() -> None:
+    table = torch.zeros(7, 50, dtype=torch.int64)
+    plans = reference.plan_decodes([200, 130, 129, 64, 20, 2, 1], table, pool(4), None)
+    assert pages_of(plans) == [(1, 64), (2, 48), (4, 16)]
+    assert reference.plan_decodes([], table[:0], pool(4), None) == []
 
 
 def test_a_window_limits_what_is_read() -> None:
-    (plan,) = reference.plan_decodes([80], torch.arange(20)[None], pool(4), window=5)
-    assert len(plan.pages) == 2 * 2 * NUM_KV_HEADS
-    prompt = reference.plan_prompt(70, 10, torch.arange(20), pool(4), window=5)
-    assert prompt is not None
-    assert len(prompt.pages) == 4 * 2 * NUM_KV_HEADS
+    table = torch.zeros(2, 800, dtype=torch.int64)
+    plans = reference.plan_decodes([3000, 1030], table, pool(4), window=5)
+    assert pages_of(plans) == [(1, (3008 - 2560) // 4), (1, (1088 - 1024) // 4)]
+    prompt = reference.plan_prompt(3000, 10, torch.zeros(753, dtype=torch.int64), pool(4), window=5)
+    assert len(prompt.pages) == 2 * NUM_KV_HEADS * (3072 - 2560) // 4
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
-@pytest.mark.parametrize("start", [0, 3, 16])
-def test_prompt_attention_reads_pages_up_to_each_token(start: int, window: int | None) -> None:
-    kv, num_tokens = pool(4), 13
-    blocks = [5, 3, 9, 1, 2, 20, 11, 0][: -(-(start + num_tokens) // 4)]
+@pytest.mark.parametrize(("start", "num_tokens"), [(0, 13), (3, 2), (16, 13), (60, 36), (0, 64), (1, 95)])
+def test_prompt_attention_reads_pages_up_to_each_token(start: int, num_tokens: int, window: int | None) -> None:
+    kv, blocks = pool(4), torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist()
+    blocks = blocks[: -(-(start + num_tokens) // 4)]
     q = random(num_tokens, 6, HEAD_DIM, seed=1)
-    keys, values = (x[start : start + num_tokens] for x in keys_and_values(kv, blocks))
-    plan = reference.plan_prompt(start, num_tokens, torch.tensor(blocks), kv, window)
-    if plan is None:
-        assert start == 0 and (window is None or window > num_tokens)
-        out = reference.causal_attention(q, keys, values, 0.3)
-    else:
-        out = reference.paged_prompt_attention(q, kv, plan, 0.3)
+    out = reference.paged_prompt_attention(
+        q, kv, reference.plan_prompt(start, num_tokens, torch.tensor(blocks), kv, window), 0.3
+    )
     for row in range(num_tokens):
         keys, values = visible(kv, blocks, start + row, window)
         torch.testing.assert_close(out[row], attention(q[row], keys, values, 0.3))
+
+
+@pytest.mark.parametrize("num_heads", [2, 6, 14])
+@pytest.mark.parametrize("window", [None, 40, 700])
+def test_attention_is_the_same_to_the_bit_however_the_tokens_are_cut_into_steps(
+    window: int | None, num_heads: int
+) -> None:
+    kv, num_tokens = random(50, 1, 2, NUM_KV_HEADS, 16, 64)[:, 0], 797
+    blocks, q = torch.arange(50), random(num_tokens, num_heads, 64, seed=1)
+    whole = reference.paged_prompt_attention(q, kv, reference.plan_prompt(0, num_tokens, blocks, kv, window), 0.1)
+    for start, end in ((0, 5), (5, 7), (7, 64), (64, 190), (190, 300), (511, 514), (514, 797), (796, 797)):
+        plan = reference.plan_prompt(start, end - start, blocks, kv, window)
+        assert torch.equal(reference.paged_prompt_attention(q[start:end], kv, plan, 0.1), whole[start:end])
+    rows = [796, 795, 640, 639, 300, 299, 250, 200, 150, 63, 1, 0]
+    for batch in (rows, *([row] for row in rows)):
+        plans = reference.plan_decodes([row + 1 for row in batch], blocks.expand(len(batch), -1), kv, window)
+        for p in plans:
+            decoded = batch[p.first : p.end]
+            assert torch.equal(reference.paged_decode_attention(q[decoded], kv, p, 0.1), whole[decoded])

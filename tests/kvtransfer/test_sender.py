@@ -112,13 +112,13 @@ def test_a_prompt_that_is_cached_whole_at_the_decode_worker_is_only_committed() 
     assert sender.finish(77, 1.1) == SenderActions(messages=(commit(0),))
 
 
-def test_the_offer_is_repeated_every_lease_time_until_hopeless() -> None:
+def test_the_offer_is_repeated_every_third_of_a_lease_time_until_hopeless() -> None:
     sender = make_sender()
-    assert sender.tick(9.9) == NOTHING
+    assert sender.tick(3.3) == NOTHING
     for number in range(1, MAX_OFFERS):
-        assert sender.tick(10.0 * number).messages == (OFFER,)
-        assert sender.tick(10.0 * number + 9.9) == NOTHING
-    assert sender.tick(10.0 * MAX_OFFERS) == cancelled(f"no room within {MAX_OFFERS} offers")
+        assert sender.tick(4.0 * number).messages == (OFFER,)
+        assert sender.tick(4.0 * number + 3.3) == NOTHING
+    assert sender.tick(4.0 * MAX_OFFERS) == cancelled(f"no room within {MAX_OFFERS} offers")
 
 
 def test_a_lease_is_renewed_every_third_of_its_time_and_by_every_push() -> None:

@@ -77,8 +77,9 @@ def test_fused_weights_keep_the_order_of_their_parts() -> None:
     weights = listed()
     layer = build_transformer(SPEC, weights, torch.float32).layers[0]
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    normed = x * (x.square().mean(-1, keepdim=True) + SPEC.norm_eps).rsqrt()  # a random model's norms weigh 1
     parts = [
-        x @ weights.tensors[f"model.layers.0.self_attn.{name}_proj.weight"].T
+        normed @ weights.tensors[f"model.layers.0.self_attn.{name}_proj.weight"].T
         + weights.tensors[f"model.layers.0.self_attn.{name}_proj.bias"]
         for name in "qkv"
     ]

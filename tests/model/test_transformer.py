@@ -207,6 +207,25 @@ def test_any_mixture_of_prompts_and_decodes_gives_each_request_its_own_logits(tw
         assert_close(logits, pair.logits(prompt)[-size:])
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_logits_are_the_same_to_the_bit_however_the_tokens_are_cut_into_steps(
+    twins: MakeTwins, architecture: str
+) -> None:
+    ours = twins(architecture, hidden_size=96, head_dim=16, sliding_window=70).ours
+    prompts = [random_ids(n, seed=n) for n in (120, 90, 41, 7)]
+    alone = [Pool(ours).logits(prompt) for prompt in prompts]
+    for prompt, logits in zip(prompts, alone, strict=True):
+        for chunk_size in (1, 3, 16, 37):
+            assert torch.equal(Pool(ours).logits(prompt, chunk_size), logits)
+    pool = Pool(ours, 16)
+    sequences = [pool.add(prompt) for prompt in prompts]
+    for sequence in sequences:
+        pool.step((sequence, sequence.num_prompt - 1))
+    together = pool.step(*((sequence, 1) for sequence in sequences))
+    for logits, expected in zip(together, alone, strict=True):
+        assert torch.equal(logits[-1], expected[-1])
+
+
 def how_much_the_last_logits_change(pool: Pool, prompt: list[int], position: int, chunk_size: int = 1000) -> float:
     changed = [*prompt]
     changed[position] = (changed[position] + 1) % VOCAB

@@ -8,6 +8,7 @@ import pytest
 
 from crossdock.core.messages import Role
 from crossdock.core.request import Request, RequestId, SamplingParams, pack_ids
+from crossdock.kvtransfer.sender import MAX_OFFERS
 
 from .fake_device import VOCAB_SIZE, reference_output
 from .network import NO_FAULTS, Faults
@@ -189,4 +190,4 @@ def test_two_workers_that_decode_for_each_other_wait_no_longer_than_their_offers
             story.ring.move()
         story.ring.drain(100 * LEASE_SECONDS)
         outcomes |= {call.outcome for call in story.ring.calls.values()}
-    assert outcomes == {"complete", "failed: no room within 30 offers"}
+    assert outcomes == {"complete", f"failed: no room within {MAX_OFFERS} offers"}

@@ -414,6 +414,33 @@ def test_a_decode_worker_that_dies_in_mid_stream_ends_the_request_with_an_error(
     assert stage.dispatcher.ledger.on_worker(entry.attempt.pair.decode) == []
 
 
+def test_a_request_that_decodes_outlives_its_prefill_worker() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    stage.hear(prefill, token(entry, 0))
+    stage.hear(decode, token(entry, 1))
+    stage.hear(prefill, failure_of(entry, "no answer to the commit", is_retryable=True))
+    stage.pass_time(9, *(peer for peer in (P1, P2, D1, D2) if peer != prefill), running=1)
+    assert stage.metric("crossdock:worker_deaths_total") == 1
+    stage.hear(decode, token(entry, 2), token(entry, 3, FinishReason.LENGTH))
+    assert client == Client(tokens=[50, 51, 52, 53])
+    assert len(stage.dispatcher.ledger) == 0
+
+
+def test_a_request_whose_prefill_worker_died_is_lost_when_its_decode_worker_knows_of_none() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    stage.hear(prefill, token(entry, 0))
+    stage.hear(decode, token(entry, 1))
+    stage.pass_time(4, *(peer for peer in (P1, P2, D1, D2) if peer != prefill), running=1)
+    stage.pass_time(5, *(peer for peer in (P1, P2, D1, D2) if peer != prefill))
+    assert client.failures == [Failure("a message between router and workers was lost", is_retryable=True)]
+
+
 def test_with_the_last_worker_gone_every_request_ends_with_an_error() -> None:
     stage, client = Stage(), Client()
     stage.join((M, Role.MIXED))

@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 BOS, EOS, VOCAB_SIZE = 256, 257, 260
 """The tokenizer has 258 tokens, the model two rows more."""
-LIMITS = Limits("toy", max_model_len=64, vocab_size=VOCAB_SIZE)
+LIMITS = Limits("toy", max_model_len=64, vocab_size=VOCAB_SIZE, max_choices=256)
 
 NEUTRAL = GenerationDefaults()
 
@@ -187,6 +187,9 @@ def test_a_bad_value_is_a_400_that_names_its_field(endpoint: str, fields: Json, 
         ({"prompt": ["a", 5]}, "prompt.0"),
         ({"prompt": "\udfff"}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": ["a"] * 129, "n": 2}, "n"),
+        ({"stop_token_ids": list(range(VOCAB_SIZE)), "min_tokens": 1}, "min_tokens"),
+        ({"": 1}, ""),
         ({"prompt": "x" * 65}, "prompt"),
         ({"prompt": "x" * 60, "max_tokens": 5}, "prompt"),
         ({"logprobs": 6}, "logprobs"),
@@ -346,7 +349,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "argumen
 def test_a_turn_of_tool_calls_without_content_is_kept(content: Json, template: str, shown: str) -> None:
     call = {"role": "assistant", "tool_calls": [CALL], **content}
     result = {"role": "tool", "tool_call_id": "c1", "content": "9 °C"}
-    limits = Limits("toy", 1000, VOCAB_SIZE)
+    limits = Limits("toy", 1000, VOCAB_SIZE, 256)
     body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "?"}, call, result]})
     prompt = prepare_chat(body, model(template), limits, lambda: 7).choices[0].prompt.text
     assert f"[assistant]{shown}[tool]9 °C" in prompt

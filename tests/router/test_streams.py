@@ -69,7 +69,7 @@ class Exchange:
         self.stream = Stream(cast(Dispatcher, self.dispatcher))
         fields = {"model": "toy", "prompt": "hi", "max_tokens": 20, **body}
         request = CompletionRequest.model_validate(fields)
-        prepared = prepare_completion(request, text, Limits("toy", 400, 257), lambda: 1)
+        prepared = prepare_completion(request, text, Limits("toy", 400, 257, 128), lambda: 1)
         form = prepared.format(prepared, "cmpl-1", 0, "fp")
         self.reply = Reply(self.stream, prepared, text, form)
         self.requests = [

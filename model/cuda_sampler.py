@@ -1,0 +1,192 @@
+"""From logits to tokens on a GPU, by what each request wants, without waiting: the host reads the results later.
+
+What a request wants is noted once, by its seat; a step gathers the columns that its kernels read. The meaning is that
+of `sampler`, whose results these are but for rounding.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..core.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
+from ..core.sequence import Chunk
+from ..kernels.penalties import add_at, count_tokens, penalise
+from ..kernels.reference import IN_PROMPT, Penalties, SamplingTensors
+from ..kernels.sampling import sample, top_logprobs
+from .device_stream import DeviceStream
+from .executor import next_prompt_ids, sampling_row
+from .step_packing import PackedStep, Seat
+
+SCORED_AT_ONCE = 256
+"""Rows of a prompt whose logits are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """Log-probabilities on their way to the host; to be read when the step is done."""
+
+    token_logprobs: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def rows(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """One for each of the first rows, with so many alternatives each."""
+        columns = (self.token_logprobs.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist())
+        return [TokenLogprobs(own, ids[:n], top[:n]) for own, ids, top, n in zip(*columns, num_top, strict=False)]
+
+
+class Wishes:
+    """What the sequence in each seat wants, as columns; the last row is that of no sequence."""
+
+    def __init__(self, num_seats: int) -> None:
+        def column(kind: str, fill: float = 0) -> NDArray[np.generic]:
+            return np.full(num_seats + 1, fill, dtype=kind)
+
+        self.is_plain = column("bool", True)
+        self.top_p = column("float64", 1.0)
+        self.seed = column("int64")
+        self.temperature = column("float32")
+        self.min_p = column("float32")
+        self.top_k = column("int32")
+        self.repetition = column("float32", 1.0)
+        self.presence = column("float32")
+        self.frequency = column("float32")
+
+    def note(self, seat: int, params: SamplingParams) -> None:
+        is_greedy = params.is_greedy or params.top_k == 1
+        is_adjusted = params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
+        self.is_plain[seat] = is_greedy and not is_adjusted and params.logprobs is None
+        self.top_p[seat] = params.top_p
+        self.seed[seat] = np.uint64((params.seed or 0) & ((1 << 64) - 1)).astype(np.int64)
+        self.temperature[seat] = params.temperature
+        self.min_p[seat] = params.min_p
+        self.top_k[seat] = params.top_k
+        self.repetition[seat] = params.repetition_penalty
+        self.presence[seat] = params.presence_penalty
+        self.frequency[seat] = params.frequency_penalty
+
+
+class CudaSampler:
+    """Steps in launch order. ``sampled`` is the memory that the tokens drawn lie in for the next step."""
+
+    def __init__(self, stream: DeviceStream, num_seats: int, vocab_size: int, sampled: Tensor) -> None:
+        self._stream = stream
+        self._vocab_size = vocab_size
+        self._sampled = sampled
+        self._wishes = Wishes(num_seats)
+        self._places = np.full(num_seats + 1, -1, dtype=np.int32)
+        self._free_places = list(range(num_seats))
+        self._num_places = num_seats
+        self._counts: Tensor | None = None
+
+    def seat(self, newcomers: Sequence[Seat]) -> None:
+        """Note what newcomers want; call it before the step's own rows are sampled."""
+        for seat in newcomers:
+            params = seat.sequence.request.params
+            self._wishes.note(seat.number, params)
+            if (place := int(self._places[seat.number])) >= 0:
+                self._free_places.append(place)
+                self._places[seat.number] = -1
+            if params.has_penalties:
+                self._places[seat.number] = self._free_places.pop()
+                self._count_known(seat)
+
+    def is_plain(self, packed: PackedStep) -> bool:
+        """Whether the step wants nothing but the likeliest tokens."""
+        return bool(self._wishes.is_plain[packed.sampled_seats].all()) and not packed.scored
+
+    def sample(self, packed: PackedStep, logits: Tensor) -> HostLogprobs | None:
+        """Draw a token for each row of ``logits [num_sampled, vocab]``; the log-probabilities if any row wants them."""
+        seats = packed.sampled_seats
+        wants_logprobs = any(c is not None and c.sequence.request.params.logprobs is not None for c in packed.sampled)
+        adjusted = self._adjust(packed, logits)
+        drawn = sample(adjusted, self._tensors(packed))
+        self._sampled[: len(drawn)].copy_(drawn)
+        if (self._places[seats] >= 0).any():
+            count_tokens(self._all_counts(), self._to_device(self._places[seats]), drawn)
+        return self._logprobs(logits, drawn, MAX_LOGPROBS) if wants_logprobs else None
+
+    def score(self, chunk: Chunk, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> list[HostLogprobs]:
+        """Log-probabilities of the prompt tokens behind each of the chunk's rows ``hidden [num_tokens, hidden_size]``."""
+        ids = np.array(next_prompt_ids(chunk), dtype=np.int64)
+        on_device = self._to_device(ids)
+        spans = [slice(first, first + SCORED_AT_ONCE) for first in range(0, len(ids), SCORED_AT_ONCE)]
+        return [self._logprobs(head(hidden[: len(ids)][span]), on_device[span], MAX_LOGPROBS) for span in spans]
+
+    # --- what the sampling kernels read --------------------------------------------------------
+
+    def _tensors(self, packed: PackedStep) -> SamplingTensors:
+        wishes, seats = self._wishes, packed.sampled_seats
+        indices = np.array([0 if c is None else c.output_index for c in packed.sampled], dtype=np.int64)
+        columns = (wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.seed)
+        tensors = [self._to_device(column[seats]) for column in columns]
+        has_top_k, has_top_p = wishes.top_k[seats] > 0, wishes.top_p[seats] < 1
+        return SamplingTensors(*tensors, self._to_device(indices), bool(has_top_k.any()), bool(has_top_p.any()))
+
+    def _adjust(self, packed: PackedStep, logits: Tensor) -> Tensor:
+        """Bias, penalties and barred tokens, in this order; ``logits`` itself where there are none, else a copy."""
+        seats, wishes = packed.sampled_seats, self._wishes
+        sampled = [(row, chunk) for row, chunk in enumerate(packed.sampled) if chunk is not None]
+        biases = [
+            (row, token_id, bias)
+            for row, chunk in sampled
+            for token_id, bias in chunk.sequence.request.params.logit_bias.items()
+        ]
+        barred = [(row, token_id, -inf) for row, c in sampled for token_id in set(sampling_row(c).barred_ids)]
+        places = self._places[seats]
+        is_penalised = bool((places >= 0).any())
+        if not (biases or barred or is_penalised):
+            return logits
+        logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        self._add(logits, biases)
+        if is_penalised:
+            columns = (places, wishes.repetition[seats], wishes.presence[seats], wishes.frequency[seats])
+            penalise(logits, Penalties(self._all_counts(), *(self._to_device(column) for column in columns)))
+        self._add(logits, barred)
+        return logits
+
+    def _add(self, logits: Tensor, entries: Sequence[tuple[int, int, float]]) -> None:
+        if entries:
+            rows, token_ids, values = zip(*entries, strict=True)
+            columns = (np.array(rows, np.int32), np.array(token_ids, np.int32), np.array(values, np.float32))
+            add_at(logits, *(self._to_device(column) for column in columns))
+
+    # --- counts of penalised sequences ---------------------------------------------------------
+
+    def _count_known(self, seat: Seat) -> None:
+        """Count the tokens that the host knows; those sampled later are counted as they are drawn."""
+        sequence = seat.sequence
+        prompt = np.unique(np.array(sequence.token_ids[: sequence.num_prompt], dtype=np.int64))
+        output, times = np.unique(np.array(sequence.output_ids, dtype=np.int64), return_counts=True)
+        counts = self._all_counts()[int(self._places[seat.number])]
+        counts.zero_()
+        counts.index_fill_(0, self._to_device(prompt), IN_PROMPT)
+        counts.index_add_(0, self._to_device(output), self._to_device(times.astype(np.int32)))
+
+    def _all_counts(self) -> Tensor:
+        if self._counts is None:  # as large as the logits of a full step, and most services never need it
+            shape = (self._num_places, self._vocab_size)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._stream.device)
+        return self._counts
+
+    # --- to and from the device ----------------------------------------------------------------
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> HostLogprobs:
+        found = top_logprobs(logits, token_ids, min(num_top, self._vocab_size))
+        return HostLogprobs(*(self._to_host(t) for t in (found.token_logprobs, found.top_ids, found.top_logprobs)))
+
+    def _to_device(self, values: NDArray[np.generic]) -> Tensor:
+        given = torch.from_numpy(values)
+        host = self._stream.host_memory(given.numel(), given.dtype)
+        host.copy_(given.reshape(-1))
+        return host.to(self._stream.device, non_blocking=True)
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        host = self._stream.host_memory(values.numel(), values.dtype).view(values.shape)
+        host.copy_(values, non_blocking=True)
+        return host

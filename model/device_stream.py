@@ -1,0 +1,62 @@
+"""What a step needs of a GPU beside kernels: memory that copies itself, events, graphs. Thin, so that tests can do without."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Wait until all that was launched before has run."""
+
+
+class DeviceStream(Protocol):
+    """Work of one thread for one device, done in launch order, without waiting for it."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def launching(self) -> AbstractContextManager[object]:
+        """What is launched inside goes to this stream."""
+
+    def host_memory(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host from and to which the device copies on its own; reused when the copy is done."""
+
+    def mark(self) -> Mark: ...
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Record what ``launch`` launches; each call of the result launches it again, with the same addresses.
+
+        Graphs of one stream share their memory: what one leaves there lasts until another one runs.
+        """
+
+
+class CudaStream:
+    """`DeviceStream` of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graph_memory = torch.cuda.graph_pool_handle()
+
+    def launching(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def host_memory(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_elements, dtype=dtype, pin_memory=True)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory, stream=self._stream):
+            launch()
+        return graph.replay

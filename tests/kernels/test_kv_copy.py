@@ -1,0 +1,65 @@
+"""Copies of listed blocks, every byte checked, also those that must stay."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.kernels import reference
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from crossdock.kernels import kv_copy  # noqa: E402
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+NUM_LAYERS, LAYER_BYTES = 4, 512
+
+
+def random_pool(seed: int, num_blocks: int = 6, layer_bytes: int = LAYER_BYTES) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_blocks, NUM_LAYERS, layer_bytes)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(DEVICE)
+
+
+def blocks_of(*blocks: int) -> Tensor:
+    return torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("layers", [range(4), range(1, 3), range(3, 4)])
+def test_staged_blocks_arrive_in_other_blocks_and_nothing_else_changes(layers: range) -> None:
+    source, destination = random_pool(1), random_pool(2)
+    expected = destination.clone()
+    staging = kv_copy.gather_blocks(source, blocks_of(5, 0, 3), layers)
+    assert torch.equal(staging, reference.gather_blocks(source, blocks_of(5, 0, 3), layers))
+    kv_copy.scatter_blocks(staging, blocks_of(2, 4, 1), layers, destination)
+    reference.scatter_blocks(staging, blocks_of(2, 4, 1), layers, expected)
+    assert torch.equal(destination, expected)
+    assert torch.equal(destination[4, layers.start : layers.stop], source[0, layers.start : layers.stop])
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 16])
+def test_blocks_go_from_address_to_address(num_programs: int) -> None:
+    source, destination = random_pool(1), random_pool(2)
+    expected = destination.clone()
+    expected[[1, 0], 1:3] = source[[4, 2], 1:3]
+    span = kv_copy.layer_span(source, range(1, 3))
+    blocks = (blocks_of(4, 2), blocks_of(1, 0))
+    kv_copy.copy_blocks(source.data_ptr(), destination.data_ptr(), *blocks, span, num_programs)
+    assert torch.equal(destination, expected)
+
+
+def test_spans_longer_than_a_chunk_are_copied_to_their_end() -> None:
+    source = random_pool(3, 2, kv_copy.CHUNK_WORDS * kv_copy.WORD_BYTES // 2 + 48)
+    destination = torch.zeros_like(source)
+    kv_copy.copy_blocks(
+        source.data_ptr(), destination.data_ptr(), blocks_of(1), blocks_of(0), kv_copy.layer_span(source, range(4))
+    )
+    assert torch.equal(destination[0], source[1])
+    assert not destination[1].any()
+
+
+def test_no_blocks_are_no_launch() -> None:
+    assert kv_copy.gather_blocks(random_pool(1), blocks_of(), range(4)).shape == (0, 4, LAYER_BYTES)
