@@ -8,7 +8,8 @@ import os
 import re
 import secrets
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -17,6 +18,9 @@ from .core.config import EngineConfig, RouterConfig, TransferConfig, WorkerConfi
 from .core.messages import Incarnation, Role
 from .deploy.launch import USAGE_STATUS, WorkerCommand, WorkerFailed, WorkerGroup, end_with_parent
 from .deploy.model_source import ModelSource, ModelSourceError, resolve
+
+if TYPE_CHECKING:
+    from .router.text import TextModel
 
 app = typer.Typer(
     name="crossdock",
@@ -37,17 +41,58 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def check_transports(names: str) -> None:
+    """Raises ``typer.BadParameter``."""
+    if unknown := set(names.split(",")) - set(TRANSFER.transports):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is no transport; there are {TRANSPORTS}")
+
+
+def check_tcp_address(address: str) -> None:
+    """Raises ``typer.BadParameter``."""
+    if not re.fullmatch(r"tcp://\S+:\d+", address):
+        raise typer.BadParameter(f"{address!r} is no address; write tcp://host:port")
+
+
+def check_dtype(name: str) -> None:
+    """Raises ``typer.BadParameter``."""
+    if name not in DTYPES:
+        raise typer.BadParameter(f"{name!r} is no dtype; there are {', '.join(DTYPES)}")
+
+
+def _checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """Refuse a flag where it is typed, rather than in every worker that is started with it."""
+
+    def callback(text: str | None) -> str | None:
+        if text is not None:
+            check(text)
+        return text
+
+    return callback
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ENGINE, TRANSFER, ROUTER = EngineConfig(), TransferConfig(), RouterConfig(model="")
+TRANSPORTS = ",".join(TRANSFER.transports)
+
 Model = Annotated[str, typer.Argument(help="demo, a folder, a .gguf file, or a name on the Hugging Face hub.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port of the HTTP API; 0 lets the system choose.", min=0, max=65535)]
 ServedName = Annotated[str | None, typer.Option(help="Model name that clients see.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto (a GPU if there is one).")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or auto (the model's on a GPU, float32 on a CPU).")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="float32, bfloat16 or auto (the model's on a GPU, float32 on a CPU).", callback=_checked(check_dtype)
+    ),
+]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights from config.json alone, for benchmarks.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)]
 KvMemory = Annotated[
     str | None,
-    typer.Option(help="Memory of each worker's KV pool, like 256MiB or 2G; 256MiB on a CPU, what is left on a GPU."),
+    typer.Option(
+        help="Memory of each worker's KV pool, like 256MiB or 2G; 256MiB on a CPU, what is left on a GPU.",
+        callback=_checked(parse_bytes),
+    ),
 ]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks of each pool, instead of --kv-memory.", min=2)]
 GpuMemoryUtilization = Annotated[
@@ -58,13 +103,12 @@ MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in one step.", min=
 ChunkTokens = Annotated[int, typer.Option(help="Token budget of one step.", min=16)]
 LayerGroups = Annotated[int, typer.Option(help="In how many pushes a prompt's KV travels.", min=1)]
 PrefixCache = Annotated[bool, typer.Option(help="Reuse the KV of prompts that start alike.")]
-Transports = Annotated[str, typer.Option(help="Allowed KV transports, comma-separated.")]
+Transports = Annotated[
+    str, typer.Option(help="Allowed KV transports, comma-separated.", callback=_checked(check_transports))
+]
 Threads = Annotated[
     int | None, typer.Option(help="Compute threads of each worker; the cores are divided when unset.", min=1)
 ]
-
-ENGINE, TRANSFER, ROUTER = EngineConfig(), TransferConfig(), RouterConfig(model="")
-TRANSPORTS = ",".join(TRANSFER.transports)
 
 
 @app.command()
@@ -144,7 +188,9 @@ def router(
 @app.command()
 def worker(
     model: Model,
-    router: Annotated[str, typer.Option(help="Control address of the router, tcp://host:port.")],
+    router: Annotated[
+        str, typer.Option(help="Control address of the router, tcp://host:port.", callback=_checked(check_tcp_address))
+    ],
     role: Annotated[Role, typer.Option(help="Which work the router may send here.")] = Role.MIXED,
     host: Annotated[str, typer.Option(help="Address of this host that routers and peers can reach.")] = "127.0.0.1",
     device: Device = ENGINE.device,
@@ -188,9 +234,10 @@ def worker(
     from .worker import Worker  # torch: only this command pays for it
 
     try:
-        Worker(config, source.path, source.fingerprint()).run()
+        ready = Worker(config, source.path, source.fingerprint())
     except (ValueError, OSError) as error:
         _fail(str(error))
+    ready.run()
 
 
 def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
@@ -198,14 +245,13 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
     _start_logging("router")
     from .core.mailbox import AsyncMailbox
     from .router.server import listen, serve_router
-    from .router.text import load_text
 
     source = _resolve(config.model)
     try:
         listener = listen(config.host, config.port)
         mailbox = AsyncMailbox(config.control_host, config.control_port, Incarnation(secrets.token_hex(8)))
     except OSError as error:
-        _fail(str(error))
+        _fail(error.strerror or str(error))
     address = f"--router={mailbox.peer.address}"
     commands = [
         WorkerCommand(f"{role.value} worker {number}", (config.model, f"--role={role.value}", address, *flags))
@@ -214,7 +260,7 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
     group = WorkerGroup(commands)
     try:
         group.start()
-        serve_router(config, listener, mailbox, load_text(source.path), group.run)
+        serve_router(config, listener, mailbox, _text_of(source), group.run)
     except* WorkerFailed as failures:
         failure: BaseException = failures
         while isinstance(failure, BaseExceptionGroup):
@@ -248,6 +294,15 @@ def _resolve(model: str) -> ModelSource:
         _fail(str(error))
 
 
+def _text_of(source: ModelSource) -> "TextModel":
+    from .router.text import load_text
+
+    try:
+        return load_text(source.path)
+    except ValueError as error:
+        _fail(str(error))
+
+
 def _fail(reason: str) -> NoReturn:
     print(f"crossdock: {reason}", file=sys.stderr)
     raise SystemExit(USAGE_STATUS)
@@ -258,4 +313,4 @@ app.command()(bench)
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    app(prog_name="crossdock")

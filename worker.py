@@ -203,7 +203,7 @@ class Worker:
             self._poller.poll(round(seconds * 1000))
             self._clear_wake()
         now = time.monotonic()
-        for mailbox in (self._mailbox, *self._links.inboxes):
+        for mailbox in self._mailboxes:
             while delivery := mailbox.receive():
                 self._dispatch(delivery, now)
         for part in self._parts:
@@ -292,10 +292,14 @@ class Worker:
             total_blocks_pushed=prefill.num_blocks_pushed,
             total_blocks_skipped=prefill.num_blocks_skipped,
             total_bytes_pushed=prefill.num_bytes_pushed,
-            total_messages_rejected=self._mailbox.num_rejected,
+            total_messages_rejected=sum(mailbox.num_rejected for mailbox in self._mailboxes),
         )
 
     # --- small change --------------------------------------------------------------------------
+
+    @property
+    def _mailboxes(self) -> tuple[Mailbox, ...]:
+        return (self._mailbox, *self._links.inboxes)
 
     @property
     def _is_idle(self) -> bool:

@@ -27,7 +27,7 @@ COPY_BYTES_PER_SECOND = 4.25e12
 MATRIX_FLOP_PER_SECOND = 793e12
 MIN_BYTES_A_ROUND = 1 << 28
 MAX_LAYERS = 32
-NUM_CHECKS = 24
+NUM_CHECKS = 36
 NUM_PROCESSES = 12
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -178,15 +178,17 @@ def check(seeds: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A batch that decodes one token; FlashAttention-3's time for it on the same kind of machine."""
+    """A batch with some queries a sequence; FlashAttention-3's time for it on the same kind of machine."""
 
     lengths: tuple[int, ...]
     flash_3_us: float | None = None
+    num_queries: int = 1
 
     def __str__(self) -> str:
         longest, shortest = max(self.lengths), min(self.lengths)
         context = f"{longest}" if longest == shortest else f"{shortest}-{longest}"
-        return f"decode {len(self.lengths)} x {context}"
+        queries = f", {self.num_queries} queries" if self.num_queries > 1 else ""
+        return f"decode {len(self.lengths)} x {context}{queries}"
 
     @property
     def floor(self) -> float:
@@ -195,10 +197,10 @@ class Decode:
     def seconds(self, heads: Heads, num_programs: int | None = None) -> float:
         num_bytes = sum(self.lengths) * heads.token_bytes
         cache = random_cache(heads, self.lengths, min(MAX_LAYERS, 1 + MIN_BYTES_A_ROUND // num_bytes))
-        q = heads.queries(len(self.lengths))
+        q = heads.queries(len(self.lengths) * self.num_queries)
         out = torch.empty(q.shape, dtype=q.dtype, device=DEVICE)
-        sizes = (len(q), heads.num_heads, heads.num_kv_heads, heads.head_dim)
-        workspace = decode_workspace(*sizes, DEVICE, num_programs=num_programs)
+        sizes = (len(self.lengths), heads.num_heads, heads.num_kv_heads, heads.head_dim)
+        workspace = decode_workspace(*sizes, DEVICE, self.num_queries, num_programs)
         plan_decode(cache.lengths, workspace)
 
         def launch(kv: Tensor) -> Callable[[], None]:
@@ -261,6 +263,8 @@ DECODES = (
     Decode((32768,)),
     Decode((32768, *[1024] * 31)),
     Decode(tuple(range(4096, 64, -63))),
+    Decode((1024,) * 32, num_queries=4),
+    Decode((8192,), num_queries=32),
 )
 PREFILLS = (
     Prefill(1, 2048, flash_3_us=80),

@@ -6,7 +6,7 @@ where that is the question (weights, large batches).
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -24,7 +24,14 @@ NUM_LAYERS, BLOCK_SIZE = 4, 16
 EPS = 1e-5
 BATCHES = (1, 32, 256)
 ROTATED_BYTES = 600 << 20
-GEMV_SHAPES = (("qkv", 6144, HIDDEN), ("o", HIDDEN, HIDDEN), ("gate_up", 2 * FFN, HIDDEN), ("down", HIDDEN, FFN), ("lm_head", VOCAB, HIDDEN))  # fmt: skip
+GEMV_SHAPES = (
+    ("qkv", 6144, HIDDEN),
+    ("o", HIDDEN, HIDDEN),
+    ("gate_up", 2 * FFN, HIDDEN),
+    ("down", HIDDEN, FFN),
+    ("lm_head", VOCAB, HIDDEN),
+)
+GEMV_ROWS = (1, 2, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(std=std)
 
 
-def seconds(calls: list[Callable[[], object]], repeats: int = 9) -> float:
+def seconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> float:
     """Of one call, all of them in one graph."""
     for call in calls:
         call()
@@ -59,7 +66,22 @@ def seconds(calls: list[Callable[[], object]], repeats: int = 9) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return median(times) / 1e3 / len(calls)
+    return float(median(times)) / 1e3 / len(calls)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by the library's copy, outside of a graph."""
+    source = torch.randint(0, 256, (4 << 30,), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * source.numel() / float(median(times)) * 1e3
 
 
 def error(out: Tensor, expected: Tensor) -> float:
@@ -179,8 +201,11 @@ def random_params(num_rows: int) -> reference.SamplingTensors:
 
 
 def one_row(params: reference.SamplingTensors, row: int) -> reference.SamplingTensors:
-    columns = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.output_index)
-    return reference.SamplingTensors(*(column[row : row + 1] for column in columns))
+    rows = slice(row, row + 1)
+    return reference.SamplingTensors(
+        params.temperature[rows], params.top_k[rows], params.top_p[rows],
+        params.min_p[rows], params.seed[rows], params.output_index[rows],
+    )  # fmt: skip
 
 
 def check_all() -> int:
@@ -190,7 +215,7 @@ def check_all() -> int:
         check_rope(checks, num_rows)
         check_silu(checks, num_rows)
     for name, num_outputs, depth in (*GEMV_SHAPES, ("odd", 1002, 1544)):
-        for num_rows in (1, 2, 8, 16):
+        for num_rows in GEMV_ROWS:
             check_gemv(checks, name, num_outputs, depth, num_rows)
     check_copies(checks)
     for dtype in (torch.bfloat16, torch.float32):
@@ -230,17 +255,22 @@ class RopeInputs:
 
 def time_elementwise(num_rows: int) -> list[Timing]:
     copies = 8 if num_rows > 1000 else 20
-    width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     norms = [(normal(num_rows, HIDDEN), normal(num_rows, HIDDEN), normal(HIDDEN)) for _ in range(copies)]
     ropes = [RopeInputs.random(num_rows) for _ in range(copies)]
     gates = [normal(num_rows, 2 * FFN) for _ in range(copies)]
-    q_norm = normal(HEAD_DIM)
+    add_rms_norm = [partial(norm_rope.add_rms_norm, *inputs, EPS) for inputs in norms]
+    normed = [partial(inputs.run, *[normal(HEAD_DIM)] * 2) for inputs in ropes]
+    rope_size = 2 * num_rows * HEAD_DIM * (2 * NUM_HEADS + 5 * NUM_KV_HEADS)
     return [
-        Timing(f"add_rms_norm {num_rows}", seconds([partial(norm_rope.add_rms_norm, *n, EPS) for n in norms]), 8 * num_rows * HIDDEN),
-        Timing(f"rope_store {num_rows}", seconds([r.run for r in ropes]), 4 * num_rows * width),
-        Timing(f"norm_rope_store {num_rows}", seconds([partial(r.run, q_norm, q_norm) for r in ropes]), 4 * num_rows * width),
-        Timing(f"silu_and_mul {num_rows}", seconds([partial(activation.silu_and_mul, g) for g in gates]), 6 * num_rows * FFN),
-    ]  # fmt: skip
+        Timing(f"add_rms_norm {num_rows}", seconds(add_rms_norm), 8 * num_rows * HIDDEN),
+        Timing(f"rope_store {num_rows}", seconds([inputs.run for inputs in ropes]), rope_size),
+        Timing(f"norm_rope_store {num_rows}", seconds(normed), rope_size),
+        Timing(
+            f"silu_and_mul {num_rows}",
+            seconds([partial(activation.silu_and_mul, x) for x in gates]),
+            6 * num_rows * FFN,
+        ),
+    ]
 
 
 def time_gemv(name: str, num_outputs: int, depth: int, num_rows: int) -> Timing:
@@ -286,29 +316,58 @@ def time_copies() -> list[Timing]:
     blocks, others = order[:512], order[512:1024]
     timings = []
     for layers in (range(32), range(8)):
-        size = 2 * 512 * len(layers) * 65536
-        staging = kv_copy.gather_blocks(pool, blocks, layers)
-        copy = partial(
-            kv_copy.copy_blocks, pool.data_ptr(), pool.data_ptr(), blocks, others, kv_copy.layer_span(pool, layers)
-        )
-        timings += [
-            Timing(f"gather 512 x {len(layers)}", seconds([partial(kv_copy.gather_blocks, pool, blocks, layers)]), size),
-            Timing(f"scatter 512 x {len(layers)}", seconds([partial(kv_copy.scatter_blocks, staging, blocks, layers, pool)]), size),
-            Timing(f"copy, 16 programs, 512 x {len(layers)}", seconds([copy]), size),
-        ]  # fmt: skip
+        size, staging = 2 * 512 * len(layers) * 65536, kv_copy.gather_blocks(pool, blocks, layers)
+        addresses, span = (pool.data_ptr(), pool.data_ptr()), kv_copy.layer_span(pool, layers)
+        calls: dict[str, Callable[[], object]] = {
+            "gather": partial(kv_copy.gather_blocks, pool, blocks, layers),
+            "scatter": partial(kv_copy.scatter_blocks, staging, blocks, layers, pool),
+            "copy by 16 programs": partial(kv_copy.copy_blocks, *addresses, blocks, others, span),
+        }
+        timings += [Timing(f"{name} 512 x {len(layers)}", seconds([call]), size) for name, call in calls.items()]
     return timings
+
+
+def time_decode(num_rows: int) -> Timing:
+    """All products of a decode step of 32 layers; ours with norms, activations and sums, the library's without."""
+    layers = [[normal(n, k, std=k**-0.5) for _, n, k in GEMV_SHAPES[:-1]] for _ in range(32)]
+    lm_head, hidden, attended = normal(VOCAB, HIDDEN, std=0.01), normal(num_rows, HIDDEN), normal(num_rows, HIDDEN)
+    qkv, gated, logits = (normal(num_rows, width) for width in (GEMV_SHAPES[0][1], FFN, VOCAB))
+    wide = normal(num_rows, 2 * FFN)
+    scale = normal(HIDDEN)
+    norm = gemv.InputNorm(scale, EPS) if num_rows == 1 else None
+
+    def normed() -> Tensor:
+        return hidden if norm is not None else norm_rope.add_rms_norm(None, hidden, scale, EPS)
+
+    def ours() -> None:
+        for w_qkv, w_o, w_gate_up, w_down in layers:
+            gemv.gemv(normed(), w_qkv, qkv, norm=norm)
+            gemv.gemv_add(attended, w_o, hidden)
+            gemv.gemv_silu(normed(), w_gate_up, gated, norm)
+            gemv.gemv_add(gated, w_down, hidden)
+        gemv.gemv(normed(), lm_head, logits, norm=norm)
+
+    def library() -> None:
+        for w_qkv, w_o, w_gate_up, w_down in layers:
+            torch.mm(hidden, w_qkv.T, out=qkv)
+            torch.mm(attended, w_o.T, out=hidden)
+            torch.mm(hidden, w_gate_up.T, out=wide)
+            torch.mm(gated, w_down.T, out=hidden)
+        torch.mm(hidden, lm_head.T, out=logits)
+
+    num_bytes = 2 * (lm_head.numel() + sum(weight.numel() for layer in layers for weight in layer))
+    return Timing(f"products of a step {num_rows}", seconds([ours]), num_bytes, seconds([library]))
 
 
 def main() -> None:
     if failed := check_all():
         print(f"{failed} checks failed")
-    source = torch.randint(0, 256, (4 << 30,), dtype=torch.uint8, device=DEVICE)
-    bandwidth = 2 * source.numel() / seconds([partial(torch.empty_like(source).copy_, source)])
-    del source
+    bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     timings = [timing for num_rows in (*BATCHES, 8192) for timing in time_elementwise(num_rows)]
-    timings += [time_gemv(*shape, num_rows) for shape in GEMV_SHAPES for num_rows in (1, 2, 8, 16)]
+    timings += [time_gemv(*shape, num_rows) for shape in GEMV_SHAPES for num_rows in GEMV_ROWS]
     timings += [timing for num_rows in BATCHES for timing in time_sampling(num_rows)]
+    timings += [time_decode(num_rows) for num_rows in (1, 8, 32)]
     timings += time_copies()
     print(f"{'kernel':32} {'µs':>9} {'TB/s':>6} {'of copy':>8} {'library µs':>11}")
     for t in timings:

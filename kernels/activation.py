@@ -1,6 +1,5 @@
 """The gated activation of the MLP."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

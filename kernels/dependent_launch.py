@@ -17,7 +17,7 @@ FIRST_CAPABILITY = (9, 0)
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Arguments for the launch of a kernel with a parameter ``EARLY`` that calls `let_next_start`, `wait_for_previous`."""
+    """How to launch a kernel that calls `let_next_start` and `wait_for_previous` and has a parameter ``EARLY``."""
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}

@@ -1,8 +1,8 @@
-"""Matrix products of few rows, bound by reading the weight once: ``x [m, k] @ weight [n, k].T`` for 1 to 16 rows.
+"""Matrix products of few rows, bound by reading the weight once: ``x [m, k] @ weight [n, k].T`` for 1 to 32 rows.
 
-One row multiplies in float32 lanes, several rows on the matrix units with the weight as the left operand. No sum is
-split in an order that depends on timing, so results repeat to the last bit. Every program reads its first piece of the
-weight before it waits for the kernel before it, which hides the start-up of each product behind the end of the last.
+One row multiplies in float32 lanes, several rows on the matrix units with the weight as the left operand. Every program
+reads its first piece of the weight before it waits for the kernel before it: that hides the start of each product
+behind the end of the last. No sum is taken in an order that depends on timing, so results repeat to the last bit.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from torch import Tensor
 from .activation import silu
 from .dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
-MAX_ROWS = 16
-MAX_COUNTERS = 4096
+MAX_ROWS = 32
+NUM_PARTS = 4
+FEWEST_UNSPLIT = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,9 @@ class InputNorm:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """``rows`` of the weight and ``depth`` of its columns at a time, in ``num_parts`` spans of columns."""
+    """What a program has in hand: ``rows`` of the weight and ``depth`` columns, which it moves through one of
+    ``num_parts`` spans, 1 or `NUM_PARTS`; the program that ends last sums the parts of its rows.
+    """
 
     rows: int
     depth: int
@@ -41,7 +44,7 @@ class Tile:
 
 def gemv(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, norm: InputNorm | None = None) -> None:
     """``out [m, n] = norm(x) [m, k] @ weight [n, k].T + bias``; ``norm`` for one row only."""
-    _launch(x, weight, out, out if bias is None else bias, norm, "bias" if bias is not None else "plain", len(weight))
+    _launch(x, weight, out, out if bias is None else bias, norm, "plain" if bias is None else "bias", len(weight))
 
 
 def gemv_add(x: Tensor, weight: Tensor, residual: Tensor) -> None:
@@ -54,17 +57,30 @@ def gemv_silu(x: Tensor, weight: Tensor, out: Tensor, norm: InputNorm | None = N
     _launch(x, weight, out, out, norm, "silu", len(weight) // 2)
 
 
-def tile_for(num_rows: int, num_outputs: int, depth: int, is_gated: bool) -> Tile:
-    """What was fastest on an H200 for the shapes of an 8B model."""
-    if num_rows == 1:
-        return Tile(4 if is_gated else 8, min(512, triton.next_power_of_2(depth)))
-    return Tile(16, min(256, triton.next_power_of_2(depth)), num_warps=2, num_stages=4)
+def tile_for_one_row(depth: int, is_gated: bool) -> Tile:
+    """Whole rows at once, and 16 KiB at least: all of it is on its way before the wait."""
+    depth = min(16384, triton.next_power_of_2(depth))
+    return Tile(max(1, 8192 // depth // (2 if is_gated else 1)), depth, num_warps=8)
+
+
+def tile_for_few_rows(num_outputs: int, depth: int, is_gated: bool) -> Tile:
+    """The fewer the programs, the more each must have on its way; very few are split."""
+    num_programs, depth = triton.cdiv(num_outputs, 64), max(16, min(128, triton.next_power_of_2(depth)))
+    if num_programs < FEWEST_UNSPLIT and not is_gated:
+        return Tile(64, depth, NUM_PARTS, num_stages=4)
+    return Tile(64, depth, num_stages=6 if num_programs < 132 else 4)
 
 
 @cache
 def arrivals(device: torch.device) -> Tensor:
-    """Counters of the parts that are done, for the products of one stream; every product leaves them at zero."""
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+    """Counters of the parts that are done, for the products of one stream; each leaves multiples of `NUM_PARTS`.
+
+    They must be there before the first graph is captured.
+    """
+    counters = torch.zeros(FEWEST_UNSPLIT, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # other streams may use them first
+    return counters
 
 
 def _launch(
@@ -72,21 +88,23 @@ def _launch(
 ) -> None:
     num_rows, depth = x.shape
     assert 1 <= num_rows <= MAX_ROWS, "more rows are a matrix product"
-    tile = tile_for(num_rows, num_outputs, depth, epilogue == "silu")
-    grid = (triton.cdiv(num_outputs, tile.rows), tile.num_parts)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dependent_launch(x.device)}
+    assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous(), "rows lie one after the other"
+    early, is_gated = dependent_launch(x.device), epilogue == "silu"
     if num_rows == 1:
-        _one_row[grid](
+        tile = tile_for_one_row(depth, is_gated)
+        _one_row[(triton.cdiv(num_outputs, tile.rows),)](
             x, weight, out, addend, x if norm is None else norm.weight, 0.0 if norm is None else norm.eps, num_outputs,
-            K=depth, EPILOGUE=epilogue, HAS_NORM=norm is not None, ROWS=tile.rows, DEPTH=tile.depth, **options,
+            K=depth, EPILOGUE=epilogue, HAS_NORM=norm is not None, ROWS=tile.rows, DEPTH=tile.depth,
+            num_warps=tile.num_warps, **early,
         )  # fmt: skip
         return
     assert norm is None, "several rows are normed beforehand"
+    tile = tile_for_few_rows(num_outputs, depth, is_gated)
     parts = x.new_empty(tile.num_parts if tile.num_parts > 1 else 0, MAX_ROWS, num_outputs, dtype=torch.float32)
-    _few_rows[grid](
+    _few_rows[(triton.cdiv(num_outputs, tile.rows), tile.num_parts)](
         x, weight, out, addend, parts, arrivals(x.device), num_rows, num_outputs,
-        K=depth, EPILOGUE=epilogue, NUM_PARTS=tile.num_parts, BATCH=MAX_ROWS,
-        ROWS=tile.rows, DEPTH=tile.depth, **options,
+        K=depth, EPILOGUE=epilogue, NUM_PARTS=tile.num_parts, BATCH=16 if num_rows <= 16 else MAX_ROWS,
+        ROWS=tile.rows, DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages, **early,
     )  # fmt: skip
 
 
@@ -108,18 +126,18 @@ def _one_row(
     sums = tl.zeros((ROWS, DEPTH), tl.float32)
     up_sums = tl.zeros((ROWS, DEPTH), tl.float32) if IS_GATED else sums
     squares = tl.zeros((DEPTH,), tl.float32)
-    for k in range(0, K, DEPTH):
-        is_inside = k + columns < K
-        this, up_this = tile, up_tile
-        tile = _weight_tile(places, columns, k + DEPTH, K)
-        row = tl.load(x + k + columns, mask=is_inside, other=0.0).to(tl.float32)
+    for start in tl.static_range(0, K, DEPTH):
+        is_inside = start + columns < K
+        row = tl.load(x + start + columns, mask=is_inside, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += row * row
-            row *= tl.load(norm_weight + k + columns, mask=is_inside, other=0.0).to(tl.float32)
-        sums += this.to(tl.float32) * row[None, :]
+            row *= tl.load(norm_weight + start + columns, mask=is_inside, other=0.0).to(tl.float32)
+        sums += tile.to(tl.float32) * row[None, :]
         if IS_GATED:
-            up_tile = _weight_tile(up_places, columns, k + DEPTH, K)
-            up_sums += up_this.to(tl.float32) * row[None, :]
+            up_sums += up_tile.to(tl.float32) * row[None, :]
+        if start + DEPTH < K:
+            tile = _weight_tile(places, columns, start + DEPTH, K)
+            up_tile = _weight_tile(up_places, columns, start + DEPTH, K) if IS_GATED else tile
     scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if HAS_NORM else 1.0
     value = tl.sum(sums, 1) * scale
     if IS_GATED:
@@ -134,7 +152,7 @@ def _weight_tile(places, columns, start, K: tl.constexpr):
     return tl.load(places + start, mask=(start + columns < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _few_rows(
     x, weight, out, addend, parts, arrived, M, N,
     K: tl.constexpr, EPILOGUE: tl.constexpr, NUM_PARTS: tl.constexpr, BATCH: tl.constexpr,
@@ -168,12 +186,11 @@ def _few_rows(
         part_size = BATCH * N.to(tl.int64)
         tl.store(parts + tl.program_id(1) * part_size + outputs, sums, mask=is_inside)
         tl.debug_barrier()
-        if tl.atomic_add(arrived + tl.program_id(0), 1) == NUM_PARTS - 1:
+        if tl.atomic_add(arrived + tl.program_id(0), 1) % NUM_PARTS == NUM_PARTS - 1:
             total = tl.load(parts + outputs, mask=is_inside, other=0.0, cache_modifier=".cg")
             for part in tl.static_range(1, NUM_PARTS):
                 total += tl.load(parts + part * part_size + outputs, mask=is_inside, other=0.0, cache_modifier=".cg")
             _finish(total, total, out, addend, outputs, rows, N, is_inside, EPILOGUE)
-            tl.store(arrived + tl.program_id(0), 0)
 
 
 @triton.jit

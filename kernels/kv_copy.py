@@ -21,7 +21,7 @@ LOCAL_PROGRAMS = 264
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """The bytes ``offset .. offset + size`` of every block, blocks being ``stride`` bytes apart; multiples of 8 all."""
+    """The bytes ``offset .. offset + size`` of every block, ``stride`` bytes apart; all multiples of 16."""
 
     offset: int
     size: int
@@ -99,10 +99,10 @@ def _launch(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks", "num_items"])
 def _copy_spans(
-    source, destination, source_blocks, destination_blocks, source_stride, destination_stride, size, num_chunks, num_items,
-    FROM_LIST: tl.constexpr, TO_LIST: tl.constexpr, CHUNK: tl.constexpr,
+    source, destination, source_blocks, destination_blocks, source_stride, destination_stride, size,
+    num_chunks, num_items, FROM_LIST: tl.constexpr, TO_LIST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
     destination = tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), 16)

@@ -23,7 +23,7 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
     block = triton.next_power_of_2(size)
     num_warps = max(1, min(16, block // ELEMENTS_A_WARP))
     _add_rms_norm[(num_rows,)](
-        residual if x is None else x, residual, weight, normed, num_rows, size, eps,
+        residual if x is None else x, residual, weight, normed, size, eps,
         NUM_PARTS=num_parts, BLOCK=block, num_warps=num_warps, **dependent_launch(residual.device),
     )  # fmt: skip
     return normed
@@ -31,7 +31,7 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, normed, num_rows, size, eps,
+    x, residual, weight, normed, size, eps,
     NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
@@ -67,14 +67,15 @@ def norm_rope_store(
     k_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """Norm (if given) and rotate the heads of q and k in place, and write K and V to their slots of a layer's pool view.
+    """Norm (if asked) and rotate the heads of q and k in place, and store K and V in a layer's view of the pool.
 
-    ``qkv  [n, (num_heads + 2 * num_kv_heads) * head_dim]``; ``kv  [num_blocks, 2, num_kv_heads, block_size, head_dim]``,
-    contiguous but for the first dimension; ``cos, sin`` float32 ``[max_positions, head_dim / 2]``, of which row ``i`` of
-    ``qkv`` takes row ``positions[i]``, or row ``i`` where ``positions`` is ``None``; ``slots [n]`` are
-    ``block * block_size + offset``, negative for a row that is not stored; ``q_norm, k_norm  [head_dim]``.
+    ``qkv [n, (num_heads + 2 * num_kv_heads) * head_dim]``; ``kv [num_blocks, 2, num_kv_heads, block_size, head_dim]``,
+    contiguous but for the first dimension. ``cos, sin`` are float32 ``[max_positions, head_dim / 2]``: row ``i`` of
+    ``qkv`` turns by row ``positions[i]`` of them, by row ``i`` where ``positions`` is ``None``. ``slots [n]`` are
+    ``block * block_size + offset``, negative for a row that is not stored. ``q_norm, k_norm [head_dim]``: both or none.
     """
     _, _, num_kv_heads, block_size, head_dim = kv.shape
+    assert qkv.is_contiguous() and kv[0].is_contiguous(), "heads and pages lie one after the other"
     block_heads = min(triton.next_power_of_2(num_kv_heads), max(1, TILE_ELEMENTS // triton.next_power_of_2(head_dim)))
     num_parts = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)
     _norm_rope_store[(num_parts, len(qkv))](
@@ -99,6 +100,8 @@ def _norm_rope_store(
     Q_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    angle_row = tl.load(positions + row).to(tl.int64) if HAS_POSITIONS else row
+    slot = tl.load(slots + row).to(tl.int64)
     is_q, is_v = part < Q_PARTS, part >= Q_PARTS + KV_PARTS
     first_part = tl.where(is_q, 0, tl.where(is_v, Q_PARTS + KV_PARTS, Q_PARTS))
     first_head = tl.where(is_q, 0, tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
@@ -110,11 +113,10 @@ def _norm_rope_store(
     places = qkv + row * width + (first_head + heads)[:, None] * HEAD_DIM + pairs[None, :]
     low = tl.load(places, mask=is_inside, other=0.0)
     high = tl.load(places + HALF_DIM, mask=is_inside, other=0.0)
+    c = tl.load(cos + angle_row * HALF_DIM + pairs, mask=is_pair, other=0.0)[None, :]
+    s = tl.load(sin + angle_row * HALF_DIM + pairs, mask=is_pair, other=0.0)[None, :]
     dtype: tl.constexpr = qkv.dtype.element_ty
     if part < Q_PARTS + KV_PARTS:
-        angle_row = tl.load(positions + row).to(tl.int64) if HAS_POSITIONS else row
-        c = tl.load(cos + angle_row * HALF_DIM + pairs, mask=is_pair, other=0.0)[None, :]
-        s = tl.load(sin + angle_row * HALF_DIM + pairs, mask=is_pair, other=0.0)[None, :]
         x, y = low.to(tl.float32), high.to(tl.float32)
         if HAS_NORM:
             norm = q_norm if is_q else k_norm
@@ -126,10 +128,9 @@ def _norm_rope_store(
         low, high = (x * c - y * s).to(dtype), (y * c + x * s).to(dtype)
         tl.store(places, low, mask=is_inside)
         tl.store(places + HALF_DIM, high, mask=is_inside)
-    if part >= Q_PARTS:
-        slot = tl.load(slots + row).to(tl.int64)
-        page = tl.where(is_v, NUM_KV_HEADS, 0) + heads
+    if (part >= Q_PARTS) & (slot >= 0):
+        pages = tl.where(is_v, NUM_KV_HEADS, 0) + heads
         stored = kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
-        stored += page[:, None] * (BLOCK_SIZE * HEAD_DIM) + pairs[None, :]
-        tl.store(stored, low, mask=is_inside & (slot >= 0))
-        tl.store(stored + HALF_DIM, high, mask=is_inside & (slot >= 0))
+        stored += pages[:, None] * (BLOCK_SIZE * HEAD_DIM) + pairs[None, :]
+        tl.store(stored, low, mask=is_inside)
+        tl.store(stored + HALF_DIM, high, mask=is_inside)

@@ -17,7 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from .split_context import ITEM_FIELDS, DecodeWorkspace, add_parts
+from .hopper_attention import fits_hopper, hopper_prefill_attention
+from .split_context import ITEM_FIELDS, DecodeWorkspace, add_parts, num_items
+
+DECODE_TILE_BYTES = 1 << 14
+PART_ELEMENTS = 512
+MAX_ROWS_IN_ONE_KERNEL = 16
 
 
 def decode_attention(
@@ -44,15 +49,28 @@ def decode_attention(
     block_m = max(16, triton.next_power_of_2(workspace.max_query_len * group))
     block_d = triton.next_power_of_2(head_dim)
     block_n, num_warps, num_stages = decode_tile(block_m, block_d * kv.element_size())
-    _decode_attention[((len(lengths) + workspace.num_extra_items) * num_kv_heads,)](
-        q, kv, lengths if query_starts is None else query_starts, block_tables, lengths, out,
+    block_rows = max(1, PART_ELEMENTS // block_d)
+    is_one_kernel = workspace.max_query_len * group <= MAX_ROWS_IN_ONE_KERNEL
+    queries = lengths if query_starts is None else query_starts
+    kinds = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "MAX_QUERY_LEN": workspace.max_query_len,
+        "HAS_QUERY_STARTS": query_starts is not None, "HEAD_DIM": head_dim, "BLOCK_ROWS": block_rows,
+        "BLOCK_D": block_d, **dependent_launch(q.device),
+    }  # fmt: skip
+    _decode_attention[(num_items(len(lengths), workspace) * num_kv_heads,)](
+        q, kv, queries, block_tables, lengths, out,
         workspace.items, workspace.partial_out, workspace.partial_lse, workspace.arrived,
         q.stride(0), out.stride(0), kv.stride(0), block_tables.stride(0), *_to_base_2(scale, softcap),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, MAX_QUERY_LEN=workspace.max_query_len,
-        HAS_QUERY_STARTS=query_starts is not None, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window,
-        HAS_SOFTCAP=softcap > 0, ITEM_FIELDS=ITEM_FIELDS, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        num_warps=num_warps, num_stages=num_stages, **dependent_launch(q.device),
+        BLOCK_SIZE=block_size, WINDOW=window, HAS_SOFTCAP=softcap > 0, ITEM_FIELDS=ITEM_FIELDS,
+        IS_ONE_KERNEL=is_one_kernel, BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=num_warps, num_stages=num_stages, **kinds,
     )  # fmt: skip
+    if not is_one_kernel:
+        num_row_blocks = triton.cdiv(workspace.max_query_len * group, block_rows)
+        _add_parts[(num_row_blocks, num_kv_heads, len(lengths))](
+            queries, workspace.spans, workspace.partial_out, workspace.partial_lse, out, out.stride(0),
+            num_warps=4, **kinds,
+        )  # fmt: skip
 
 
 def prefill_attention(
@@ -72,6 +90,10 @@ def prefill_attention(
     (int32 both, ``[num_seqs + 1]`` and ``[num_seqs]``); ``block_tables  int32 [num_seqs, max_blocks]`` list the blocks
     from position 0 on. Rows outside of all sequences are left alone.
     """
+    if fits_hopper(q, kv):
+        where = (q, kv, query_starts, starts, block_tables, out)
+        hopper_prefill_attention(*where, *_to_base_2(scale, softcap), window)
+        return
     num_seqs = len(starts)
     _, _, num_kv_heads, block_size, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads
@@ -81,14 +103,14 @@ def prefill_attention(
         q, kv, query_starts, starts, block_tables, out,
         q.stride(0), out.stride(0), kv.stride(0), block_tables.stride(0), num_seqs, *_to_base_2(scale, softcap),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window,
-        HAS_SOFTCAP=softcap > 0, MAX_SEQS=triton.next_power_of_2(num_seqs),
+        HAS_SOFTCAP=softcap > 0, LOG2_SEQS=(num_seqs - 1).bit_length(),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
 def decode_tile(block_m: int, row_bytes: int) -> tuple[int, int, int]:
     """``BLOCK_N, num_warps, num_stages`` for keys of ``row_bytes``; measured on an H200 at 256."""
-    return 64 if row_bytes <= 256 else 32, 4 if block_m < 128 else 8, 3 if row_bytes <= 512 else 2
+    return max(16, DECODE_TILE_BYTES // row_bytes), 4 if block_m < 128 else 8, 4
 
 
 def prefill_tile(group: int, row_bytes: int) -> tuple[int, int, int, int]:
@@ -107,8 +129,8 @@ def _decode_attention(
     q_stride, out_stride, block_stride, table_stride, scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_QUERY_LEN: tl.constexpr, HAS_QUERY_STARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr, IS_ONE_KERNEL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program for each item and KV head; the last one of a split sequence adds its parts up."""
     let_next_start(EARLY)
@@ -119,10 +141,7 @@ def _decode_attention(
     if sequence < 0:
         return
     begin, end, first_item, num_items = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
-    first_query, num_queries = sequence * MAX_QUERY_LEN, MAX_QUERY_LEN
-    if HAS_QUERY_STARTS:
-        first_query = tl.load(query_starts + sequence)
-        num_queries = tl.load(query_starts + sequence + 1) - first_query
+    first_query, num_queries = _queries_of(sequence, query_starts, MAX_QUERY_LEN, HAS_QUERY_STARTS)
     position = tl.load(lengths + sequence) - num_queries
 
     m, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -148,14 +167,48 @@ def _decode_attention(
     places = (index * NUM_KV_HEADS + kv_head).to(tl.int64) * NUM_ROWS + m
     tl.store(partial_out + (places * HEAD_DIM)[:, None] + dims[None, :], acc, mask=is_wanted)
     tl.store(partial_lse + places, top + tl.log2(total), mask=is_query)
-    tl.debug_barrier()
-    counter = arrived + sequence * NUM_KV_HEADS + kv_head
-    if tl.atomic_add(counter, 1, sem="acq_rel") == num_items - 1:
-        tl.store(counter, 0)
-        add_parts(
-            partial_out, partial_lse, out + first_query.to(tl.int64) * out_stride + kv_head * GROUP * HEAD_DIM,
-            first_item, num_items, kv_head, num_queries, out_stride, NUM_KV_HEADS, GROUP, NUM_ROWS, HEAD_DIM,
-        )  # fmt: skip
+    if IS_ONE_KERNEL:
+        tl.debug_barrier()
+        counter = arrived + sequence * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_items - 1:
+            tl.store(counter, 0)
+            out_rows = out + first_query.to(tl.int64) * out_stride + kv_head * GROUP * HEAD_DIM
+            for first_row in range(0, NUM_ROWS, BLOCK_ROWS):
+                add_parts(
+                    partial_out, partial_lse, out_rows, first_row, first_item, num_items, kv_head, num_queries,
+                    out_stride, NUM_KV_HEADS, GROUP, NUM_ROWS, HEAD_DIM, BLOCK_ROWS, BLOCK_D,
+                )  # fmt: skip
+
+
+@triton.jit
+def _add_parts(
+    query_starts, spans, partial_out, partial_lse, out, out_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_QUERY_LEN: tl.constexpr, HAS_QUERY_STARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """What `_decode_attention` leaves when parts are too large for one program: a program for ``BLOCK_ROWS`` each."""
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    first_row, kv_head, sequence = tl.program_id(0) * BLOCK_ROWS, tl.program_id(1), tl.program_id(2)
+    first_item, num_items = tl.load(spans + sequence * 2), tl.load(spans + sequence * 2 + 1)
+    if num_items == 1:
+        return
+    first_query, num_queries = _queries_of(sequence, query_starts, MAX_QUERY_LEN, HAS_QUERY_STARTS)
+    out_rows = out + first_query.to(tl.int64) * out_stride + kv_head * GROUP * HEAD_DIM
+    add_parts(
+        partial_out, partial_lse, out_rows, first_row, first_item, num_items, kv_head, num_queries,
+        out_stride, NUM_KV_HEADS, GROUP, MAX_QUERY_LEN * GROUP, HEAD_DIM, BLOCK_ROWS, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def _queries_of(sequence, query_starts, MAX_QUERY_LEN: tl.constexpr, HAS_QUERY_STARTS: tl.constexpr):
+    """First row and number of a sequence's queries."""
+    if HAS_QUERY_STARTS:
+        first = tl.load(query_starts + sequence)
+        return first, tl.load(query_starts + sequence + 1) - first
+    else:
+        return sequence * MAX_QUERY_LEN, MAX_QUERY_LEN
 
 
 @triton.jit
@@ -163,7 +216,7 @@ def _prefill_attention(
     q, kv, query_starts, starts, block_tables, out,
     q_stride, out_stride, block_stride, table_stride, num_seqs, scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MAX_SEQS: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LOG2_SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A program for each KV head and tile of ``BLOCK_M // GROUP`` queries, those with most keys first.
@@ -172,10 +225,11 @@ def _prefill_attention(
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    sequences = tl.arange(0, MAX_SEQS)
-    is_sequence = sequences < num_seqs
-    first_tiles = tl.load(query_starts + sequences, mask=is_sequence, other=0) // TILE_TOKENS + sequences
-    sequence = tl.sum((is_sequence & (first_tiles <= tile)).to(tl.int32)) - 1
+    sequence = tile * 0
+    for step in tl.static_range(LOG2_SEQS - 1, -1, -1):
+        later = tl.minimum(sequence + (1 << step), num_seqs - 1)
+        first_tile = tl.load(query_starts + later) // TILE_TOKENS + later
+        sequence = tl.where(first_tile <= tile, later, sequence)
     sequence_row = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - sequence_row
     first = (tile - sequence_row // TILE_TOKENS - sequence) * TILE_TOKENS

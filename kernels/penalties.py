@@ -21,13 +21,13 @@ def penalise(logits: Tensor, penalties: Penalties) -> None:
     """
     num_rows, vocab = logits.shape
     _penalise[(triton.cdiv(vocab, BLOCK), num_rows)](
-        logits, penalties.counts, penalties.places, penalties.repetition, penalties.presence, penalties.frequency, vocab,
-        BLOCK=BLOCK, num_warps=4, **dependent_launch(logits.device),
+        logits, penalties.counts, penalties.places, penalties.repetition, penalties.presence, penalties.frequency,
+        vocab, BLOCK=BLOCK, num_warps=4, **dependent_launch(logits.device),
     )  # fmt: skip
 
 
 def count_tokens(counts: Tensor, places: Tensor, token_ids: Tensor) -> None:
-    """One more of ``token_ids [n]`` in row ``places[i]`` of ``counts [num_places, vocab]``; -1 is no row, none twice."""
+    """One more of ``token_ids[i]`` in row ``places[i]`` of ``counts [num_places, vocab]``; -1 is no row, none twice."""
     size = triton.next_power_of_2(len(places))
     _count_tokens[(1,)](
         counts, places, token_ids, len(places), counts.shape[1],
@@ -68,7 +68,7 @@ def _penalise(
         tl.store(logits + row.to(tl.int64) * vocab + tokens, x, mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _count_tokens(counts, places, token_ids, num_rows, vocab, SIZE: tl.constexpr, EARLY: tl.constexpr):
     let_next_start(EARLY)
     wait_for_previous(EARLY)
@@ -78,7 +78,7 @@ def _count_tokens(counts, places, token_ids, num_rows, vocab, SIZE: tl.constexpr
     tl.store(entries, tl.load(entries, mask=place >= 0, other=0) + 1, mask=place >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _add_at(logits, rows, token_ids, values, num_entries, vocab, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     let_next_start(EARLY)
     wait_for_previous(EARLY)

@@ -351,7 +351,7 @@ class SamplingTensors:
     """One entry a row, ``[n]`` on the logits' device, as core/request.py means them.
 
     ``temperature, min_p`` float32, ``top_k`` int32, ``top_p`` float64, ``seed`` int64 (the bits of an unsigned one),
-    ``output_index`` int64. Where no row has a top-k or top-p, ``any_top_k`` or ``any_top_p`` may save the search for it.
+    ``output_index`` int64. Where no row has a top-k or top-p, ``any_top_k`` or ``any_top_p`` may save the search.
     """
 
     temperature: Tensor

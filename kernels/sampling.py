@@ -5,7 +5,7 @@ vocabulary, over the tokens that top-k, top-p and min-p keep, at a number that s
 
 A filter keeps the tokens whose logit is at least a *floor*: the smallest ``v`` for which the tokens above ``v`` weigh
 less than a target (top-k: each weighs 1, the target is k; top-p: their probabilities, and p of what top-k leaves). It
-is searched in the order-preserving integers of the logits' bits, sixteen intervals a pass: exact, and with as many
+is searched in the order-preserving integers of the logits' bits, eight intervals a pass: exact, and with as many
 passes as the dtype needs. A row is cut into chunks of one size, a program each, and sums are taken in a fixed order, so
 that a row's token does not depend on the rows beside it.
 """
@@ -21,8 +21,10 @@ from .dependent_launch import dependent_launch, let_next_start, wait_for_previou
 from .reference import SamplingTensors, TopLogprobs
 
 CHUNK = 4096
-WAYS = 16
-BITS_A_PASS = 4
+SPANS = 4
+"""In so many pieces a chunk is searched, each by one warp, which needs no barrier for its sums."""
+BITS_A_PASS = 3
+WAYS = 1 << BITS_A_PASS
 CONSTANT_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """So many low bits of a logit are always the same once it is a float32."""
 
@@ -88,7 +90,7 @@ class _Kept:
 @dataclass(frozen=True, slots=True)
 class _Search:
     """Of every pass ``brackets [num_passes, n, 2]``: keys below and at least the floor; ``sums`` above the thresholds
-    between them, ``[num_passes, n, num_chunks, WAYS]``; ``targets [n]``.
+    between them, ``[num_passes, n, num_spans, WAYS]``; ``targets [n]``.
     """
 
     by_count: bool
@@ -118,21 +120,22 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _search(
     logits: Tensor, best: tuple[Tensor, Tensor], params: SamplingTensors, previous: _Kept | None, by_count: bool
 ) -> _Search:
-    num_rows, num_chunks = best[0].shape
+    num_rows, num_spans = len(logits), triton.cdiv(logits.shape[1], CHUNK // SPANS)
     num_passes = triton.cdiv(32 - CONSTANT_BITS[logits.dtype], BITS_A_PASS)
     search = _Search(
         by_count,
         previous,
         torch.empty(num_passes, num_rows, 2, dtype=torch.int64, device=logits.device),
-        torch.empty(num_passes, num_rows, num_chunks, WAYS, dtype=torch.float32, device=logits.device),
+        torch.empty(num_passes, num_rows, num_spans, WAYS, dtype=torch.float32, device=logits.device),
         torch.empty(num_rows, dtype=torch.float64, device=logits.device),
     )
     kept = _Kept(search.targets, search.targets, search.targets) if previous is None else previous
     for index in range(num_passes):
-        _search_pass[(num_chunks, num_rows)](
+        _search_pass[(num_spans, num_rows)](
             logits, best[0], kept.floors, kept.masses, kept.counts, params.temperature, params.top_k, params.top_p,
             search.brackets, search.sums, search.targets, **_sizes(logits), index=index, BY_COUNT=by_count,
-            HAS_PREVIOUS=previous is not None, WAYS=WAYS, LOW_BITS=CONSTANT_BITS[logits.dtype], CHUNK=CHUNK, num_warps=4,
+            HAS_PREVIOUS=previous is not None, WAYS=WAYS, LOW_BITS=CONSTANT_BITS[logits.dtype], CHUNK=CHUNK,
+            SPANS=SPANS, num_warps=1,
         )  # fmt: skip
     return search
 
@@ -156,7 +159,7 @@ def _keep(
         brackets, sums, targets, kept.floors, kept.masses, kept.counts, **_sizes(logits),
         NUM_PASSES=0 if search is None else len(search.brackets), BY_COUNT=search is not None and search.by_count,
         HAS_PREVIOUS=previous is not None, IS_LAST=is_last, WAYS=WAYS, LOW_BITS=CONSTANT_BITS[logits.dtype],
-        CHUNK=CHUNK, num_warps=4,
+        CHUNK=CHUNK, SPANS=SPANS, num_warps=4,
     )  # fmt: skip
     return kept
 
@@ -189,15 +192,21 @@ def _first(is_wanted, tokens, vocab):
 
 
 @triton.jit
-def _row_best(best, first, row, vocab, num_chunks, CHUNKS: tl.constexpr):
-    """The best logit of a row and the first token that has it."""
+def _first_best(best, first, row, vocab, num_chunks, CHUNKS: tl.constexpr):
+    """The first of the best tokens of a row."""
     chunks = tl.arange(0, CHUNKS)
-    places = row * num_chunks + chunks
-    x = tl.load(best + places, mask=chunks < num_chunks, other=-float("inf"))
-    highest = tl.max(x, 0)
-    return highest, _first(
-        (x == highest) & (chunks < num_chunks), tl.load(first + places, chunks < num_chunks, 0), vocab
-    )
+    is_chunk = chunks < num_chunks
+    x = tl.load(best + row * num_chunks + chunks, mask=is_chunk, other=-float("inf"))
+    tokens = tl.load(first + row * num_chunks + chunks, mask=is_chunk, other=0)
+    return _first((x == tl.max(x, 0)) & is_chunk, tokens, vocab)
+
+
+@triton.jit
+def _highest(best, row, num_chunks, CHUNKS: tl.constexpr):
+    """The best logit of a row; a finite number also where all are barred."""
+    chunks = tl.arange(0, CHUNKS)
+    x = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=-float("inf"))
+    return tl.maximum(tl.max(x, 0), -3.0e38)
 
 
 @triton.jit
@@ -205,8 +214,7 @@ def _best_of_rows(best, first, token_ids, vocab, num_chunks, CHUNKS: tl.constexp
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     row = tl.program_id(0)
-    _, token = _row_best(best, first, row, vocab, num_chunks, CHUNKS)
-    tl.store(token_ids + row, token.to(tl.int64))
+    tl.store(token_ids + row, _first_best(best, first, row, vocab, num_chunks, CHUNKS).to(tl.int64))
 
 
 # --- the floor -------------------------------------------------------------------------------
@@ -246,72 +254,73 @@ def _thresholds(below, above, WAYS: tl.constexpr):
 
 
 @triton.jit
-def _narrowed(brackets, sums, targets, index, row, num_rows, num_chunks, CHUNKS: tl.constexpr, WAYS: tl.constexpr):
-    """The bracket after pass ``index``: the greatest key above which lies the target, the least above which it does not."""
+def _narrowed(brackets, sums, targets, index, row, num_rows, num_spans, SPANS: tl.constexpr, WAYS: tl.constexpr):
+    """The bracket after pass ``index``: the greatest key above which lies the target, the least where it does not."""
     place = index.to(tl.int64) * num_rows + row
     below, above = tl.load(brackets + place * 2), tl.load(brackets + place * 2 + 1)
-    chunks = tl.arange(0, CHUNKS)[:, None]
-    tile = (place * num_chunks + chunks) * WAYS + tl.arange(0, WAYS)[None, :]
-    totals = tl.sum(tl.load(sums + tile, mask=chunks < num_chunks, other=0.0).to(tl.float64), 0)
+    spans = tl.arange(0, SPANS)[:, None]
+    tile = (place * num_spans + spans) * WAYS + tl.arange(0, WAYS)[None, :]
+    totals = tl.sum(tl.load(sums + tile, mask=spans < num_spans, other=0.0).to(tl.float64), 0)
     keys = _thresholds(below, above, WAYS)
     is_below = (keys <= below) | (totals >= tl.load(targets + row))
     return tl.max(tl.where(is_below, keys, below), 0), tl.min(tl.where(is_below, above, keys), 0)
 
 
 @triton.jit
-def _target(masses, counts, floor, highest, temperature, top_k, top_p, row, num_chunks, CHUNKS: tl.constexpr):
-    """``top_p`` of the mass of exactly ``top_k`` tokens: more may be kept where several are equal to the floor."""
+def _target_mass(masses, counts, floor, highest, temperature, top_k, row, num_chunks, CHUNKS: tl.constexpr):
+    """That of exactly ``top_k`` tokens: more may be kept where several are equal to the floor."""
     chunks = tl.arange(0, CHUNKS)
     places = row * num_chunks + chunks
     mass = tl.sum(tl.load(masses + places, mask=chunks < num_chunks, other=0.0), 0)
     count = tl.sum(tl.load(counts + places, mask=chunks < num_chunks, other=0), 0)
     excess = tl.where((top_k > 0) & (count > top_k), count - top_k, 0)
-    weight = tl.where(excess > 0, tl.exp(tl.div_rn(floor - highest, temperature)), 0.0)
-    return top_p * (mass - excess * weight.to(tl.float64))
+    weight = tl.where(excess > 0, _weights(floor, highest, temperature), 0.0)
+    return mass - excess * weight.to(tl.float64)
 
 
 @triton.jit(do_not_specialize=["index"])
 def _search_pass(
     logits, best, floors, masses, counts, temperatures, top_ks, top_ps, brackets, sums, targets, vocab, num_chunks,
     index, BY_COUNT: tl.constexpr, HAS_PREVIOUS: tl.constexpr, WAYS: tl.constexpr, LOW_BITS: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, SPANS: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     wait_for_previous(EARLY)
-    chunk, row, num_rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    span, row, num_rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     if _is_searched(temperature, top_k, top_p, vocab, BY_COUNT):
-        chunks = tl.arange(0, CHUNKS)
-        row_best = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=-float("inf"))
-        highest = tl.max(row_best, 0)
+        highest = _highest(best, row, num_chunks, CHUNKS)
         if index == 0:
             floor = tl.load(floors + row) if HAS_PREVIOUS else tl.full((), -float("inf"), tl.float32)
             below, above = _to_key(floor, LOW_BITS) - 1, _to_key(highest, LOW_BITS)
-            if chunk == 0:
+            if span == 0:
                 if BY_COUNT:
                     tl.store(targets + row, top_k.to(tl.float64))
                 else:
-                    target = _target(masses, counts, floor, highest, temperature, top_k, top_p, row, num_chunks, CHUNKS)
-                    tl.store(targets + row, target)
+                    mass = _target_mass(masses, counts, floor, highest, temperature, top_k, row, num_chunks, CHUNKS)
+                    tl.store(targets + row, top_p * mass)
         else:
-            below, above = _narrowed(brackets, sums, targets, index - 1, row, num_rows, num_chunks, CHUNKS, WAYS)
+            below, above = _narrowed(
+                brackets, sums, targets, index - 1, row, num_rows, tl.num_programs(0), CHUNKS * SPANS, WAYS
+            )
         place = index * num_rows.to(tl.int64) + row
-        if chunk == 0:
+        if span == 0:
             tl.store(brackets + place * 2, below)
             tl.store(brackets + place * 2 + 1, above)
+        SPAN: tl.constexpr = CHUNK // SPANS
         ways = tl.arange(0, WAYS)
         found = tl.zeros((WAYS,), tl.float32)
-        chunk_best = tl.max(tl.where(chunks == chunk, row_best, -float("inf")), 0)
+        chunk_best = tl.load(best + row * num_chunks + span // SPANS)
         if _to_key(chunk_best, LOW_BITS) > below + (above - below) // WAYS:
-            x = _load_chunk(logits, row, chunk * CHUNK + tl.arange(0, CHUNK), vocab)
+            x = _load_chunk(logits, row, span * SPAN + tl.arange(0, SPAN), vocab)
             if BY_COUNT:
-                weights = tl.full((CHUNK,), 1.0, tl.float32)
+                weights = tl.full((SPAN,), 1.0, tl.float32)
             else:
-                weights = tl.exp(tl.div_rn(x - highest, temperature))
+                weights = _weights(x, highest, temperature)
             for way in tl.static_range(1, WAYS):
                 threshold = _from_key(below + ((above - below) * way) // WAYS, LOW_BITS)
                 found = tl.where(ways == way, tl.sum(tl.where(x > threshold, weights, 0.0), 0), found)
-        tl.store(sums + (place * num_chunks + chunk) * WAYS + ways, found)
+        tl.store(sums + (place * tl.num_programs(0) + span) * WAYS + ways, found)
 
 
 @triton.jit
@@ -319,7 +328,7 @@ def _keep_chunk(
     logits, best, old_floors, temperatures, top_ks, top_ps, min_ps, brackets, sums, targets, floors, masses, counts,
     vocab, num_chunks, NUM_PASSES: tl.constexpr, BY_COUNT: tl.constexpr, HAS_PREVIOUS: tl.constexpr,
     IS_LAST: tl.constexpr, WAYS: tl.constexpr, LOW_BITS: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, SPANS: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     wait_for_previous(EARLY)
@@ -328,15 +337,14 @@ def _keep_chunk(
     if _is_drawn(temperature, top_k):
         floor = tl.load(old_floors + row) if HAS_PREVIOUS else tl.full((), -float("inf"), tl.float32)
         if NUM_PASSES > 0:
-            if _is_searched(temperature, top_k, tl.load(top_ps + row), vocab, BY_COUNT):
-                last = tl.full((), NUM_PASSES - 1, tl.int32)
-                _, above = _narrowed(brackets, sums, targets, last, row, num_rows, num_chunks, CHUNKS, WAYS)
+            top_p, last = tl.load(top_ps + row), tl.full((), NUM_PASSES - 1, tl.int32)
+            if _is_searched(temperature, top_k, top_p, vocab, BY_COUNT):
+                num_spans = tl.cdiv(vocab, CHUNK // SPANS)
+                _, above = _narrowed(brackets, sums, targets, last, row, num_rows, num_spans, CHUNKS * SPANS, WAYS)
                 floor = _from_key(above, LOW_BITS)
         if chunk == 0:
             tl.store(floors + row, floor)
-        chunks = tl.arange(0, CHUNKS)
-        row_best = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=-float("inf"))
-        highest = tl.max(row_best, 0)
+        highest = _highest(best, row, num_chunks, CHUNKS)
         x = _load_chunk(logits, row, chunk * CHUNK + tl.arange(0, CHUNK), vocab)
         min_p = tl.load(min_ps + row) if IS_LAST else tl.full((), 0.0, tl.float32)
         weights = _kept_weights(x, highest, floor, temperature, min_p)
@@ -346,11 +354,19 @@ def _keep_chunk(
 
 
 @triton.jit
+def _weights(x, highest, temperature):
+    """Probabilities relative to the best token's."""
+    return tl.exp2((x - highest) * (1.4426950408889634 / temperature))
+
+
+@triton.jit
 def _kept_weights(x, highest, floor, temperature, min_p):
-    """Probabilities relative to the best token's, 0 for those below either floor."""
-    scaled = tl.div_rn(x - highest, temperature)
-    lowest = tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1e-30).to(tl.float64)), -float("inf")).to(tl.float32)
-    return tl.where((x >= floor) & (scaled >= lowest), tl.exp(scaled), 0.0)
+    """Those of the tokens that reach the floor and, if there is one, the least share of the best token."""
+    weights = tl.where(x >= floor, _weights(x, highest, temperature), 0.0)
+    if min_p > 0:
+        least = tl.log(min_p.to(tl.float64)).to(tl.float32)
+        weights = tl.where(tl.div_rn(x - highest, temperature) >= least, weights, 0.0)
+    return weights
 
 
 # --- the draw --------------------------------------------------------------------------------
@@ -364,7 +380,8 @@ def _draw(
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     row = tl.program_id(0)
-    highest, token = _row_best(best, first, row, vocab, num_chunks, CHUNKS)
+    token = _first_best(best, first, row, vocab, num_chunks, CHUNKS)
+    highest = _highest(best, row, num_chunks, CHUNKS)
     temperature = tl.load(temperatures + row)
     if _is_drawn(temperature, tl.load(top_ks + row)):
         chunks = tl.arange(0, CHUNKS)
@@ -382,7 +399,7 @@ def _draw(
 
 @triton.jit
 def _place_of(goal, weights, SIZE: tl.constexpr):
-    """The first place with weight whose running sum exceeds the goal; where rounding leaves none, the last with weight."""
+    """The first place with weight whose running sum exceeds the goal; if rounding leaves none, the last with weight."""
     places = tl.arange(0, SIZE)
     has_weight = weights > 0
     reached = tl.cumsum(weights, 0)

@@ -20,12 +20,13 @@ class DecodeWorkspace:
     """Memory of decode attention for up to ``max_rows`` sequences.
 
     ``items [max_rows + num_extra_items, 8]`` is the plan: sequence (-1: no item), first token, end token, the
-    sequence's first item, its number of items. ``partial_out [num_items, num_kv_heads, num_queries, head_dim]`` and
-    ``partial_lse [num_items, num_kv_heads, num_queries]`` hold the parts of split sequences; ``arrived
-    [max_rows * num_kv_heads]`` counts the parts that are there and is zero between launches.
+    sequence's first item, its number of items; the last two also in ``spans [max_rows, 2]``. ``partial_out [num_items,
+    num_kv_heads, num_queries, head_dim]`` and ``partial_lse [num_items, num_kv_heads, num_queries]`` hold the parts of
+    split sequences; ``arrived [max_rows * num_kv_heads]`` counts those that are there and is zero between launches.
     """
 
     items: Tensor
+    spans: Tensor
     partial_out: Tensor
     partial_lse: Tensor
     arrived: Tensor
@@ -49,6 +50,7 @@ def decode_workspace(
     parts = (max_rows + num_extra_items, num_kv_heads, max_query_len * num_heads // num_kv_heads)
     return DecodeWorkspace(
         items=torch.full((parts[0], ITEM_FIELDS), -1, dtype=torch.int32, device=device),
+        spans=torch.zeros(max_rows, 2, dtype=torch.int32, device=device),
         partial_out=torch.empty(*parts, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(parts, dtype=torch.float32, device=device),
         arrived=torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device),
@@ -57,24 +59,32 @@ def decode_workspace(
     )
 
 
+def num_items(num_rows: int, workspace: DecodeWorkspace) -> int:
+    """How many items there can be for ``num_rows`` sequences.
+
+    A sequence has its share of ``num_extra_items``, rounded, and at least one: so fewer than one too many, or just one.
+    """
+    return num_rows + workspace.num_extra_items - 1
+
+
 def plan_decode(lengths: Tensor, workspace: DecodeWorkspace, window: int = 0) -> None:
     """Cut the contexts into items; once a step, for all layers with this window (0: none).
 
     ``lengths  int32 [num_rows]`` count the tokens that a sequence's last query sees. Every sequence gets an item, also
-    an empty one; at most ``num_rows + num_extra_items`` are made.
+    an empty one.
     """
     num_rows = len(lengths)
     _plan_decode[(1,)](
-        lengths, workspace.items, num_rows, workspace.num_extra_items, window + workspace.max_query_len - 1,
+        lengths, workspace.items, workspace.spans, num_rows, workspace.num_extra_items, window + workspace.max_query_len - 1,
         HAS_WINDOW=window > 0, MAX_ROWS=triton.next_power_of_2(num_rows),
-        MAX_ITEMS=triton.next_power_of_2(num_rows + workspace.num_extra_items),
+        MAX_ITEMS=triton.next_power_of_2(num_items(num_rows, workspace)),
         SPLIT_TOKENS=SPLIT_TOKENS, ITEM_FIELDS=ITEM_FIELDS, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _plan_decode(
-    lengths, items, num_rows, num_extra_items, reach, HAS_WINDOW: tl.constexpr, MAX_ROWS: tl.constexpr,
+    lengths, items, spans, num_rows, num_extra_items, reach, HAS_WINDOW: tl.constexpr, MAX_ROWS: tl.constexpr,
     MAX_ITEMS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, ITEM_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program; ``reach`` is how many tokens back from the end the first query sees."""
@@ -85,10 +95,12 @@ def _plan_decode(
     if HAS_WINDOW:
         begin = tl.maximum(length - reach, 0) // SPLIT_TOKENS * SPLIT_TOKENS
     num_tiles = tl.cdiv(length - begin, SPLIT_TOKENS)
-    tiles_an_item = tl.maximum(tl.cdiv(tl.sum(num_tiles), num_extra_items), 1)
-    tiles_an_item = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, tiles_an_item), 1)), 1)
+    share = tl.maximum(tl.cdiv(tl.sum(num_tiles), num_extra_items), 1)
+    tiles_an_item = tl.maximum(tl.cdiv(num_tiles, tl.maximum((num_tiles + share // 2) // share, 1)), 1)
     num_items = tl.where(is_row, tl.maximum(tl.cdiv(num_tiles, tiles_an_item), 1), 0)
     first_item = tl.cumsum(num_items) - num_items
+    tl.store(spans + rows * 2, first_item, mask=is_row)
+    tl.store(spans + rows * 2 + 1, num_items, mask=is_row)
     for split in range(tl.max(num_items)):
         item = items + (first_item + split) * ITEM_FIELDS
         first = begin + split * tiles_an_item * SPLIT_TOKENS
@@ -100,36 +112,41 @@ def _plan_decode(
         tl.store(item + 4, num_items, mask=is_item)
     unused = tl.sum(num_items) + tl.arange(0, MAX_ITEMS)
     no_sequence = tl.full([MAX_ITEMS], -1, tl.int32)
-    tl.store(items + unused * ITEM_FIELDS, no_sequence, mask=unused < num_rows + num_extra_items)
+    tl.store(items + unused * ITEM_FIELDS, no_sequence, mask=unused < num_rows + num_extra_items - 1)
 
 
 @triton.jit
 def add_parts(
-    partial_out, partial_lse, out, first_item, num_items, kv_head, num_queries, out_stride,
+    partial_out, partial_lse, out, first_row, first_item, num_items, kv_head, num_queries, out_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr = 512, PARTS_IN_FLIGHT: tl.constexpr = 8,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, NUM_PARTS: tl.constexpr = 32,
 ):  # fmt: skip
-    """The mean of a sequence's parts weighted by ``exp2(lse)``, for one KV head.
+    """The mean of a sequence's parts weighted by ``exp2(lse)``, for one KV head and ``BLOCK_ROWS`` of its rows.
 
-    ``WIDTH`` elements of the ``[NUM_ROWS, HEAD_DIM]`` of a part at a time. ``out`` points to the KV head's first query
-    head in the sequence's first token.
+    ``NUM_PARTS`` parts are loaded at once. ``out`` points to the KV head's first query head in the sequence's first
+    token.
     """
-    for start in range(0, NUM_ROWS * HEAD_DIM, WIDTH):
-        elements = start + tl.arange(0, WIDTH)
-        rows = elements // HEAD_DIM
-        tokens = rows // GROUP
-        is_wanted = (elements < NUM_ROWS * HEAD_DIM) & (tokens < num_queries)
-        acc = tl.zeros([WIDTH], tl.float32)
-        top = tl.full([WIDTH], -1e30, tl.float32)
-        total = tl.zeros([WIDTH], tl.float32)
-        for item in tl.range(first_item, first_item + num_items, num_stages=PARTS_IN_FLIGHT):
-            first_row = (item * NUM_KV_HEADS + kv_head).to(tl.int64) * NUM_ROWS
-            lse = tl.load(partial_lse + first_row + rows, mask=is_wanted, other=0.0)
-            part = tl.load(partial_out + first_row * HEAD_DIM + elements, mask=is_wanted, other=0.0)
-            higher = tl.maximum(top, lse)
-            weight, fade = tl.exp2(lse - higher), tl.exp2(top - higher)
-            acc = acc * fade + part * weight
-            total = total * fade + weight
-            top = higher
-        places = tokens.to(tl.int64) * out_stride + elements - tokens * (GROUP * HEAD_DIM)
-        tl.store(out + places, (acc / total).to(out.dtype.element_ty), mask=is_wanted)
+    dims = tl.arange(0, BLOCK_D)
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    tokens = rows // GROUP
+    is_row = (rows < NUM_ROWS) & (tokens < num_queries)
+    is_wanted = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_ROWS], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    for first_part in range(0, num_items, NUM_PARTS):
+        parts = first_part + tl.arange(0, NUM_PARTS)
+        places = ((first_item + parts) * NUM_KV_HEADS + kv_head)[:, None] * NUM_ROWS + rows[None, :]
+        is_part = (parts < num_items)[:, None] & is_row[None, :]
+        is_read = (parts < num_items)[:, None, None] & is_wanted[None, :, :]
+        elements = (places.to(tl.int64) * HEAD_DIM)[:, :, None] + dims[None, None, :]
+        part = tl.load(partial_out + elements, mask=is_read, other=0.0)
+        lse = tl.load(partial_lse + places, mask=is_part, other=float("-inf"))
+        higher = tl.maximum(top, tl.max(lse, 0))
+        weights, fade = tl.exp2(lse - higher[None, :]), tl.exp2(top - higher)
+        acc = acc * fade[:, None] + tl.sum(part * weights[:, :, None], 0)
+        total = total * fade + tl.sum(weights, 0)
+        top = higher
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_rows = tokens.to(tl.int64) * out_stride + (rows % GROUP) * HEAD_DIM
+    tl.store(out + out_rows[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=is_wanted)

@@ -3,7 +3,7 @@
 ::
 
     WAITING ── ProbeRequest ──> REQUESTED ── ProbeGrant ──> DUE <── ProbeVerdict ── AWAITING
-       ^                        │ asks again                 │ ─── bytes, ProbeSent ──^ │ no answer: transport failed
+       ^                        │ asks anew                  │ ─── bytes, ProbeSent ──^ │ no answer: transport failed
        │                        │ every lease time           │                          │
        └── none works, back-off ┴────────────────────────────┴── all trials made: ProbeDone, Link ──> LINKED
 
@@ -110,7 +110,6 @@ class Probe:
         self._blocks: list[int] = []
         self._trials: deque[Trial] = deque()
         self._begun = 0.0
-        self._last_tick = 0.0
         self._last_contact = 0.0
         self._measured: dict[str, _Measured] = {}
         self._errors: dict[str, str] = {}
@@ -130,14 +129,10 @@ class Probe:
 
     def tick(self, now: float) -> ProbeActions:
         """Requests, repetitions and timeouts; call it in every iteration of the loop."""
-        self._last_tick = now
         if now < self._next_event:
             return NOTHING
         match self.state:
-            case ProbeState.WAITING:
-                self._num_attempts += 1
-                return self._request(now)
-            case ProbeState.REQUESTED:
+            case ProbeState.WAITING | ProbeState.REQUESTED:
                 return self._request(now)
             case ProbeState.DUE:
                 return self._give_up("this worker had no free blocks", now)
@@ -151,8 +146,6 @@ class Probe:
             return ProbeActions((ProbeDone(probe_id=grant.probe_id),))
         if self.state is not ProbeState.REQUESTED or not grant.blocks:
             return NOTHING
-        # The grant may have lain in the mailbox since the loop last came round (see sender.py).
-        self._last_contact = self._last_tick
         self._blocks = grant.blocks
         self._measured = {}
         self._errors = {}
@@ -194,9 +187,16 @@ class Probe:
         return self._next_trial(now)
 
     def _request(self, now: float) -> ProbeActions:
+        """Ask under a new id, so that a grant belongs to this request and can't be older than it.
+
+        However long the grant is under way, the blocks were lent after now: the borrower counts from here.
+        """
+        withdrawn = (ProbeDone(probe_id=self.probe_id),) if self.state is ProbeState.REQUESTED else ()
         self.state = ProbeState.REQUESTED
+        self._num_attempts += 1
+        self._last_contact = now
         self._next_event = now + self._lease_seconds
-        return ProbeActions((ProbeRequest(probe_id=self.probe_id, num_blocks=self._num_blocks),))
+        return ProbeActions((*withdrawn, ProbeRequest(probe_id=self.probe_id, num_blocks=self._num_blocks)))
 
     def _next_trial(self, now: float) -> ProbeActions:
         if not self._trials:

@@ -20,7 +20,8 @@ from ..kernels.reference import IN_PROMPT, Penalties, SamplingTensors
 from ..kernels.sampling import sample, top_logprobs
 from .device_stream import DeviceStream
 from .executor import next_prompt_ids, sampling_row
-from .step_packing import PackedStep, Seat
+from .seats import Seat
+from .step_packing import PackedStep
 
 SCORED_AT_ONCE = 256
 """Rows of a prompt whose logits are in memory at a time."""

@@ -56,6 +56,8 @@ class CudaStream:
         return event
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        with self.launching():
+            launch()  # once as it is: what is set up at first use can't be captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_memory, stream=self._stream):
             launch()

@@ -11,20 +11,23 @@ from numpy.typing import NDArray
 
 from ..core.kv_layout import KvLayout
 
+CPU = torch.device("cpu")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class KvTensors:
     """KV of ``num_blocks`` blocks: ``tensor [num_blocks, layer, K or V, kv head, block_size, head_dim]``.
 
-    Lies in ``buffer`` when given (memory that other processes may write), which must be writable and at least
-    ``num_blocks * layout.block_bytes`` long, else in memory of its own, zeroed.
+    Lies in ``buffer`` when given (memory of the host that other processes may write), which must be writable and at
+    least ``num_blocks * layout.block_bytes`` long, else in memory of its own on ``device``, zeroed.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, buffer: memoryview | None = None) -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, buffer: memoryview | None = None, device: torch.device = CPU
+    ) -> None:
         dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.block_shape)
         if buffer is None:
-            self.tensor = torch.zeros(shape, dtype=dtype)
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         else:
             count = num_blocks * layout.block_bytes // dtype.itemsize
             self.tensor = torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -176,9 +176,12 @@ class _Reader:
 class RandomWeights:
     """`Weights` drawn anew at each reading: norms are ones, all else has variance ``1 / fan-in``."""
 
-    def __init__(self, spec: DecoderSpec, seed: int) -> None:
+    def __init__(
+        self, spec: DecoderSpec, seed: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+    ) -> None:
         self._shapes = dict(weight_shapes(spec))
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._kind: _Kind = {"dtype": dtype, "device": device}
 
     def names(self) -> Collection[str]:
         return self._shapes.keys()
@@ -186,6 +189,11 @@ class RandomWeights:
     def get(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape) if name.endswith(".weight") else torch.zeros(shape)
-        weight: Tensor = torch.randn(shape, generator=self._generator) / prod(shape[1:]) ** 0.5
-        return weight
+            return torch.ones(shape, **self._kind) if name.endswith(".weight") else torch.zeros(shape, **self._kind)
+        weight = torch.randn(shape, generator=self._generator, **self._kind)
+        return weight.mul_(prod(shape[1:]) ** -0.5)
+
+
+class _Kind(TypedDict):
+    dtype: torch.dtype
+    device: torch.device

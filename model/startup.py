@@ -1,5 +1,6 @@
 """From files on disk to all of an engine but its parts: weights, pool, tables and executor."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,17 @@ from ..core.config import CPU_KV_BYTES, EngineConfig
 from ..core.kv_layout import KvLayout
 from ..core.prefix_cache import PrefixCache
 from .cpu_executor import CpuExecutor
+from .engine_plan import BuiltEngine, EnginePlan
 from .executor import Executor
 from .families import decoder_spec
 from .kv_tensors import KvTensors
-from .loading import build_transformer
+from .loading import RandomWeights, build_transformer
 from .spec import DecoderSpec
-from .weights import open_checkpoint
+from .weights import open_checkpoint, read_config
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+AUTO, DUMMY = "auto", "dummy"
+DUMMY_SEED = 0
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +49,70 @@ def load_model(
 ) -> LoadedModel:
     """Load a checkpoint (a folder or a GGUF file) and build its pool.
 
-    ``allocate(num_bytes)`` provides the pool's memory where another process must reach it; ``on_progress(done, total)``
-    follows the layers. Raises ``ValueError`` for a model or configuration that can't work, with the numbers.
+    ``allocate(num_bytes)`` provides the pool's memory where another process must reach it: the host's, so the model
+    runs on the CPU. ``on_progress(done, total)`` follows the layers. Raises ``ValueError`` for a model or configuration
+    that can't work, with the numbers.
     """
-    if config.dtype not in DTYPES:
-        raise ValueError(f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
+    device = choose_device(config.device if allocate is None else "cpu")
+    checkpoint = None if is_dummy(config) else open_checkpoint(path, device)
+    spec = decoder_spec(checkpoint.config if checkpoint else read_config(path))
+    dtype = choose_dtype(config.dtype, spec.dtype, device)
+    weights = checkpoint or RandomWeights(spec, DUMMY_SEED, dtype, device)
+    plan = EnginePlan(spec, weights, dtype, config, wake, on_progress)
+    built = _build_on_cpu(plan, allocate) if device.type == "cpu" else _build_on_gpu(plan, device)
+    if checkpoint is not None:
+        checkpoint.close()
+    pool = BlockPool(built.num_blocks)
+    hasher = BlockHasher(cluster_key, model_root(cluster_key, fingerprint, plan.layout), config.block_size)
+    tables = BlockTables(pool, PrefixCache(pool, config.prefix_cache), hasher, config.block_size)
+    gc.collect()
+    gc.freeze()  # what is loaded stays; a full collection that looks at it takes as long as a step
+    return LoadedModel(spec, plan.layout, tables, built.executor, plan.longest_request(built.num_blocks))
+
+
+def is_dummy(config: EngineConfig) -> bool:
+    """Whether weights are drawn instead of read; raises ``ValueError`` for a ``load_format`` that is neither."""
+    if config.load_format not in (AUTO, DUMMY):
+        raise ValueError(f"load_format {config.load_format!r} is not one of {AUTO}, {DUMMY}")
+    return config.load_format == DUMMY
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises ``ValueError`` for a device that is not there."""
+    if name == AUTO:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or not (number or "0").isdecimal()):
+        raise ValueError(f"device {name!r} is not one of {AUTO}, cpu, cuda, cuda:N")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(number or 0))
+
+
+def choose_dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
+    """``auto`` is the dtype that the checkpoint was ``saved`` in on a GPU, float32 on a CPU. Raises ``ValueError``."""
+    if name == AUTO:
+        name = "float32" if device.type == "cpu" else saved
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not one of {AUTO}, {', '.join(DTYPES)}")
+    if name == "float16" and device.type == "cpu":
+        raise ValueError("dtype 'float16' needs a GPU; a CPU computes in float32 or bfloat16")
+    return DTYPES[name]
+
+
+def _build_on_cpu(plan: EnginePlan, allocate: Callable[[int], memoryview] | None) -> BuiltEngine:
+    config, layout = plan.config, plan.layout
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    dtype = DTYPES[config.dtype]
-    checkpoint = open_checkpoint(path)
-    spec = decoder_spec(checkpoint.config)
-    kv_dtype = str(dtype).removeprefix("torch.")
-    layout = KvLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, kv_dtype)
     num_blocks = config.num_blocks or (config.kv_bytes or CPU_KV_BYTES) // layout.block_bytes
-    max_model_len = longest_request(config, spec.max_position_embeddings, num_blocks)
-    transformer = build_transformer(spec, checkpoint, dtype, on_progress=on_progress)
-    checkpoint.close()
+    plan.longest_request(num_blocks)  # refuses before anything slow
+    transformer = build_transformer(plan.spec, plan.weights, plan.dtype, plan.on_progress)
     kv = KvTensors(layout, num_blocks, allocate(num_blocks * layout.block_bytes) if allocate else None)
-    pool = BlockPool(num_blocks)
-    hasher = BlockHasher(cluster_key, model_root(cluster_key, fingerprint, layout), config.block_size)
-    tables = BlockTables(pool, PrefixCache(pool, config.prefix_cache), hasher, config.block_size)
-    executor = CpuExecutor(transformer, kv, layout, config.num_layer_groups, config.num_threads, wake)
-    return LoadedModel(spec, layout, tables, executor, max_model_len)
+    executor = CpuExecutor(transformer, kv, layout, config.num_layer_groups, config.num_threads, plan.wake)
+    return BuiltEngine(executor, num_blocks)
 
 
-def longest_request(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
-    """Tokens of the longest request that is let in: the model's limit, or what was asked for, capped by the pool.
+def _build_on_gpu(plan: EnginePlan, device: torch.device) -> BuiltEngine:
+    from .cuda_startup import build_on_gpu  # triton, which only machines with a GPU have
 
-    Capping keeps the promise that every admitted request fits the pool alone. Raises ``ValueError`` for a pool that
-    can't hold any.
-    """
-    capacity = num_blocks * config.block_size
-    if num_blocks < 2:
-        raise ValueError(f"the pool would have {num_blocks} blocks of {config.block_size} tokens; give it more memory")
-    return min(config.max_model_len or model_limit, capacity)
+    return build_on_gpu(plan, device)

@@ -55,6 +55,8 @@ class Transformer(Generic[B]):
                 on_layers(index)
             if index == last and batch.outputs is not None:
                 attended, hidden = attended[batch.outputs], hidden[batch.outputs]
+                if not len(hidden):
+                    return hidden
             layer.o(attended, hidden)
             layer.mlp(hidden)
         return hidden

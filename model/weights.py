@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+CPU = torch.device("cpu")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
@@ -46,15 +47,23 @@ class _Shard(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a folder with ``config.json`` and safetensors, or a ``.gguf`` file; raises `CheckpointError`."""
+def open_checkpoint(path: Path, device: torch.device = CPU) -> Checkpoint:
+    """Open a folder with ``config.json`` and safetensors, or a ``.gguf`` file; raises `CheckpointError`.
+
+    Tensors of a folder are read to ``device``, those of a GGUF file to the CPU.
+    """
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        return SafetensorsCheckpoint(path, device)
     if path.suffix != ".gguf" or not path.is_file():
         raise CheckpointError(f"{path} is neither a folder nor a GGUF file")
     from .gguf import GgufCheckpoint  # needs the package gguf, which the readers of safetensors do without
 
     return GgufCheckpoint(path)
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """``config.json`` alone; raises `CheckpointError`."""
+    return _read_json(folder / "config.json")
 
 
 class SafetensorsCheckpoint:
@@ -64,10 +73,10 @@ class SafetensorsCheckpoint:
     are not tied: the weights decide, as in Transformers 5.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.config = _read_json(folder / "config.json")
+    def __init__(self, folder: Path, device: torch.device = CPU) -> None:
+        self.config = read_config(folder)
         self._folder = folder
-        self._shards = {name: _open_shard(folder / name) for name in _shard_names(folder)}
+        self._shards = {name: _open_shard(folder / name, device) for name in _shard_names(folder)}
         self._shard_of = {name: shard for shard, file in self._shards.items() for name in file.keys()}  # noqa: SIM118
         for name, shard in _weight_map(folder).items():
             if self._shard_of.get(name) != shard:
@@ -125,9 +134,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return {str(name): str(shard) for name, shard in shards.items()}
 
 
-def _open_shard(path: Path) -> _Shard:
+def _open_shard(path: Path, device: torch.device) -> _Shard:
     try:
-        shard: _Shard = safe_open(path, framework="pt")
+        shard: _Shard = safe_open(path, framework="pt", device=str(device))
         return shard
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

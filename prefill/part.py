@@ -128,7 +128,7 @@ class PrefillPart:
                 return False  # the decode part may hold the other leg
             case Reservation() | Attached() | Rejected() | Revoke() as message:
                 job = self._by_transfer.get(message.transfer_id)
-                if job is not None and job.sender is not None:
+                if job is not None and job.sender is not None and job.task.decode == delivery.sender:
                     if isinstance(message, Reservation):
                         job.first_missing = message.first_missing
                     self._act(job, job.sender.handle(message, now))

@@ -5,7 +5,7 @@ result is ignored. https://platform.openai.com/docs/api-reference/chat/create an
 the sampling fields that vLLM has too (``top_k``, ``min_p``, ``min_tokens``, …).
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -19,17 +19,20 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
-MAX_BIASED_IDS = 1024
+MAX_ENTRIES = 1024
+"""Of an object that is the value of a field, such as ``logit_bias``."""
 MAX_LEGACY_LOGPROBS = 5
 
 NonNegative = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-LogitBias = Annotated[dict[str, Bias], Field(max_length=MAX_BIASED_IDS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Prompt = str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+Item = TypeVar("Item")
+ListOf = Annotated[list[Item], Field(fail_fast=True)]
+"""Of any length: what is wrong with one item is told without a look at the millions that may follow."""
+TokenIds = ListOf[int]
+Prompt = str | TokenIds | ListOf[str] | ListOf[TokenIds]
 
 Unsupported = dict[str, tuple[JsonValue, ...]]
 """Fields that this server does not do, with the values that ask for nothing."""
@@ -39,6 +42,15 @@ class Body(BaseModel):
     """No type is bent into another, no field is unknown, no number is infinite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        """The first unknown field is told, however many there are."""
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                raise PydanticCustomError("unknown", "{field}", {"field": encodable(name)})
+        return data
 
 
 class StreamOptions(Body):
@@ -64,7 +76,7 @@ class CompletionFields(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: dict[str, Bias] | None = None
 
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
@@ -83,7 +95,7 @@ class CompletionFields(Body):
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        _check_encodable(data)
+        _check_values(data)
         for name in cls.unsupported.keys() & data.keys():
             if data[name] not in cls.unsupported[name]:
                 raise _refusal(name, f"'{name}' is not supported by this server")
@@ -101,14 +113,15 @@ def _refusal(field: str, reason: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{reason}", {"field": field, "reason": reason})
 
 
-def _check_encodable(data: dict[str, Any]) -> None:
-    """Raises for lone surrogates and for numbers beyond 64 bits, which no other process could be told."""
+def _check_values(data: dict[str, Any]) -> None:
+    """Raises for lone surrogates and numbers beyond 64 bits, which no other process could be told, and huge objects."""
     for name, value in data.items():
+        if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+            raise _refusal(name, f"'{name}' has {len(value)} entries, the most is {MAX_ENTRIES}")
         try:
-            orjson.dumps({name: value})
+            orjson.dumps(value)
         except orjson.JSONEncodeError as error:
-            field = encodable(name)
-            raise _refusal(field, f"'{field}' holds what cannot be encoded ({error})") from None
+            raise _refusal(name, f"'{name}' holds what cannot be encoded ({error})") from None
 
 
 class CompletionRequest(CompletionFields):
@@ -151,9 +164,9 @@ class Message(Body):
     """One turn. The fields that may only be empty are what OpenAI's own answers carry when they are sent back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -188,7 +201,7 @@ class ChatCompletionRequest(CompletionFields):
         "store": (None, False),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None

@@ -93,12 +93,10 @@ def of_validation(problems: Sequence[Problem]) -> ApiError:
     param = ".".join(_path(worst)) or None
     match worst["type"]:
         case "model_attributes_type" if isinstance(worst["input"], bytes):
-            return ApiError.invalid(
-                None, "The body must be JSON, sent with the header 'content-type: application/json'."
-            )
+            return ApiError.invalid(None, "The body must be JSON, with the header 'content-type: application/json'.")
         case "json_invalid":
             return ApiError.invalid(None, f"The request body is no valid JSON: {worst['ctx']['error']}.")
-        case "extra_forbidden":
+        case "unknown":
             name = ".".join(_path(worst))
             return ApiError.invalid(name, f"Unknown parameter: '{name}'.", "unknown_parameter")
         case "missing":
@@ -119,10 +117,8 @@ def _path(problem: Problem) -> list[str]:
     A check of several fields together names the one at fault itself.
     """
     place = [part for part in problem["loc"] if part != "body"]
-    if problem["type"] == "extra_forbidden":
-        return [*_fields(place[:-1]), str(place[-1])]
     field = problem.get("ctx", {}).get("field")
-    return [*_fields(place), *([field] if field else [])]
+    return [*_fields(place), *([] if field is None else [field])]
 
 
 def _fields(place: Sequence[str | int]) -> list[str]:

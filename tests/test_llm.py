@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from crossdock import LLM, EngineConfig, SamplingParams
 from crossdock.core.sequence import FinishReason
-from crossdock.model.transformer import Transformer
+from crossdock.model.engine import Engine, Step
 
 from .e2e.answers import ask
 from .e2e.models import chat_model, reciting_model, variant
@@ -26,7 +26,7 @@ DRAWN = SamplingParams(temperature=1.3, top_p=0.95, top_k=40, seed=11, max_token
 PROMPTS = ["hello", "a longer prompt than the other one, by far", "hell"]
 END = 258
 """``<|end|>`` in a reciter that has no pieces of more than a byte."""
-CHATS = [
+CHATS: list[list[dict[str, object]]] = [
     [{"role": "user", "content": "say hello"}],
     [{"role": "system", "content": "naïve 🙂"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}],
     [
@@ -78,8 +78,9 @@ def test_one_conversation_or_several(llm: LLM, model: Path) -> None:
     alone = [llm.chat(chat, GREEDY, show_progress=False) for chat in CHATS]
     assert [(output.outputs, output.prompt) for output in several] == [(a.outputs, a.prompt) for [a] in alone]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rendered = tokenizer.apply_chat_template(CHATS[0], tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert list(several[0].prompt_token_ids) == rendered
+    messages = [{"role": "user", "content": "say hello"}]
+    rendered = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    assert list(several[0].prompt_token_ids) == tokenizer(rendered, add_special_tokens=False).input_ids
     assert "[user]hi<|end|>" in several[1].prompt
     assert '[assistant](f {"x": 1})<|end|>[tool]2' in several[2].prompt
 
@@ -279,14 +280,14 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM) -> None:
 
 def test_a_fault_in_mid_work_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     right = texts(llm, PROMPTS, GREEDY)
-    forward, num_steps = Transformer.forward, itertools.count()
+    finish, num_steps = Engine.finish, itertools.count()
 
-    def failing(*arguments: object) -> object:
+    def failing(engine: Engine, step: Step, now: float) -> None:
         if next(num_steps) == 5:
             raise RuntimeError("out of memory")
-        return forward(*arguments)  # type: ignore[arg-type]
+        finish(engine, step, now)
 
-    monkeypatch.setattr(Transformer, "forward", failing)
+    monkeypatch.setattr(Engine, "finish", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.generate(PROMPTS, GREEDY, show_progress=False)
     assert_nothing_is_left(llm)

@@ -94,7 +94,7 @@ def chunks(response: httpx.Response) -> Iterator[Json]:
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
-    assert lines[-1] == "data: [DONE]"
+    assert lines[-1] == "data: [DONE]", f"the stream ended with {lines[-1]}"
     for line in lines[:-1]:
         yield json.loads(line.removeprefix("data: "))
 

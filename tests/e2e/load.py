@@ -19,13 +19,13 @@ END_SECONDS = 20.0
 class Load:
     """Asks known questions again and again, streamed and not, and judges every answer.
 
-    ``faults`` are answers that were neither right nor an honest error, and those that took too long.
+    ``errors`` are honest ones, ``faults`` all other answers that were not right or took too long.
     """
 
     def __init__(self, questions: Sequence[Question]) -> None:
         self.faults: list[str] = []
         self.num_right = 0
-        self.num_errors_by_status: dict[int, int] = {}
+        self.errors: list[Answer] = []
         self._questions = questions
         self._is_over = False
 
@@ -55,7 +55,7 @@ class Load:
         elif answer.error is None:
             self.num_right += 1
         else:
-            self.num_errors_by_status[answer.status] = self.num_errors_by_status.get(answer.status, 0) + 1
+            self.errors.append(answer)
 
 
 async def strike_under_load(

@@ -40,6 +40,10 @@ class Scrape:
     def worker(self, name: str, **labels: str) -> float:
         return self.total(f"crossdock:worker_{name}", **labels)
 
+    def changes_since(self, before: "Scrape") -> Callable[[str], float]:
+        """By how much a metric of the workers, summed over all of them, has grown."""
+        return lambda name: self.worker(name) - before.worker(name)
+
     @property
     def unfinished(self) -> dict[str, float]:
         """Whatever is left of requests, by place; empty when nobody is served and all blocks are free or cached."""
@@ -55,30 +59,45 @@ class Scrape:
 
 
 class Server:
-    """Started at once; ``log`` receives what router and workers print."""
+    """Started at once; ``log`` receives what router and workers print. ``command`` is ``serve`` or ``router``."""
 
-    def __init__(self, model: str, flags: tuple[str, ...], log: Path) -> None:
-        self.port = free_port()
+    def __init__(
+        self, model: str, flags: tuple[str, ...], log: Path, command: str = "serve", port: int | None = None
+    ) -> None:
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        command = crossdock_command("serve", model, "--port", str(self.port), *flags)
+        command_line = crossdock_command(command, model, "--port", str(self.port), *flags)
         with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                command_line, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
     @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
+    @property
+    def control_address(self) -> str:
+        found = re.search(r"workers report to (tcp://\S+)", self.log)
+        assert found is not None, self.log
+        return found[1]
+
     def wait_until_healthy(self, seconds: float = HEALTHY_SECONDS) -> None:
         self.wait_for(lambda: self.is_healthy, seconds)
 
     @property
     def is_healthy(self) -> bool:
+        return self.health == 200
+
+    @property
+    def health(self) -> int | None:
+        """The status of ``/health``, ``None`` as long as nobody answers."""
         try:
-            return self.client.get("/health").status_code == 200
+            return self.client.get("/health").status_code
         except httpx.TransportError:
-            return False
+            return None
 
     def wait_for(self, holds: Callable[[], bool], seconds: float) -> None:
         """Until ``holds()``; fails the test with the log when it takes longer or the server ends."""
@@ -91,15 +110,20 @@ class Server:
     def scrape(self) -> Scrape:
         return Scrape(self.client.get("/metrics").text)
 
-    def wait_until_nothing_is_left(self, seconds: float) -> None:
+    def wait_until_nothing_is_left(self, seconds: float) -> Scrape:
         """No request and no taken block anywhere, for longer than a heartbeat; fails with what is left."""
         deadline, last = time.monotonic() + seconds, time.monotonic()
-        left = self.scrape().unfinished
+        scrape = self.scrape()
         while time.monotonic() - last < QUIET_SECONDS:
             time.sleep(0.1)
-            left = self.scrape().unfinished
-            last = time.monotonic() if left else last
-            assert time.monotonic() < deadline, f"after {seconds} s there is {left}:\n{self.log}"
+            scrape = self.scrape()
+            last = time.monotonic() if scrape.unfinished else last
+            assert time.monotonic() < deadline, f"after {seconds} s there is {scrape.unfinished}:\n{self.log}"
+        return scrape
+
+    def settled(self) -> Scrape:
+        """The numbers of workers that have nothing to do, so that they will not change."""
+        return self.wait_until_nothing_is_left(10)
 
     @property
     def num_deaths(self) -> float:
@@ -127,9 +151,6 @@ class Server:
         pids = {f"{role} {pid}": pid for role in ("prefill", "decode", "mixed") for pid in self.worker_pids(role)}
         return {name: _resident_bytes(pid) for name, pid in {"router": self.process.pid, **pids}.items()}
 
-    def kill_worker(self, role: str) -> None:
-        os.kill(self.worker_pids(role)[0], signal.SIGKILL)
-
     def stop(self) -> int:
         """SIGTERM, and the exit status; SIGKILL to the whole session if it does not end."""
         self.client.close()
@@ -150,6 +171,25 @@ def serving(model: Path | str, log: Path, *flags: str) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def processes_with(argument: str) -> list[int]:
+    """Whoever was started with this argument and has not ended."""
+    entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [int(entry.name) for entry in entries if argument in _command_of(entry)]
+
+
+def listening_ports(pid: int) -> list[int]:
+    """TCP ports on which a process listens (Linux, proc_pid_net(5))."""
+    links = {os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far (proc_pid_stat(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident_bytes(pid: int) -> int:

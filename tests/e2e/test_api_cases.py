@@ -191,10 +191,12 @@ def of_chat(server: Server, **body: object) -> Answer:
     return ask(server, **body, temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Json], **how: bool) -> list[int]:
-    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
-    assert isinstance(ids, list)
-    return ids
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Json], continues: bool = False) -> list[int]:
+    """By Transformers: with an answer's turn opened, or the last one continued."""
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues
+    )
+    return list(tokenizer(str(text), add_special_tokens=False).input_ids)
 
 
 @pytest.mark.parametrize("content", ["hello", "", "naïve 🙂\n"], ids=["words", "nothing", "signs"])
@@ -202,7 +204,7 @@ def test_a_chat_has_the_one_bos_that_its_template_writes(
     server: Server, tokenizer: PreTrainedTokenizerBase, content: str
 ) -> None:
     messages = [{"role": "user", "content": content}]
-    ids = rendered(tokenizer, messages, add_generation_prompt=True)
+    ids = rendered(tokenizer, messages)
     assert ids.count(tokenizer.bos_token_id) == 1
     answer = of_chat(server, messages=messages)
     assert (answer.num_prompt, answer.text) == (len(ids), of_ids(server, ids).text)
@@ -217,9 +219,9 @@ def test_raw_text_gets_the_one_bos_that_the_tokenizer_adds(server: Server, token
 
 def test_an_empty_text_is_bos_alone_and_nothing_at_all_is_refused(server: Server) -> None:
     assert ask(server, prompt="", max_tokens=1).num_prompt == 1
-    for prompt in ([], [[]], [[5], []]):
-        assert refusal(server, {"prompt": prompt})["param"] == "prompt"
-    assert refusal(server, {"messages": []})["param"] == "messages"
+    empty: list[Json] = [{"prompt": []}, {"prompt": [[]]}, {"prompt": [[5], []]}, {"messages": []}]
+    for body in empty:
+        assert refusal(server, body)["param"] == next(iter(body))
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}], ids=str)
@@ -228,7 +230,6 @@ def test_a_turn_of_calls_needs_no_content(server: Server, tokenizer: PreTrainedT
     right = rendered(
         tokenizer,
         [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [arguments]}, TURNS[1]],
-        add_generation_prompt=True,
     )
     answer = of_chat(server, messages=[TURNS[0], {**SAID, **content}, TURNS[1]])
     assert (answer.num_prompt, answer.text) == (len(right), of_ids(server, right).text)
@@ -240,7 +241,7 @@ def test_a_final_message_is_continued_where_it_ends(
     server: Server, tokenizer: PreTrainedTokenizerBase, content: str, flags: Json
 ) -> None:
     messages = [{"role": "user", "content": "fine?"}, {"role": "assistant", "content": content}]
-    right = rendered(tokenizer, messages, continue_final_message=True)
+    right = rendered(tokenizer, messages, continues=True)
     assert right.count(END_ID) == 1
     answer = of_chat(server, messages=messages, continue_final_message=True, **flags)
     assert (answer.num_prompt, answer.text) == (len(right), of_ids(server, right).text)
@@ -380,9 +381,9 @@ def test_one_connection_serves_answers_refusals_and_streams(server: Server) -> N
     limits = httpx.Limits(max_connections=1)
     with httpx.Client(base_url=server.url, limits=limits, timeout=30) as client:
         connections = set()
-        for body in ({"prompt": "hi"}, {"prompt": []}, {"prompt": "hi", "stream": True}, {"prompt": "hi"}):
-            response = client.post("/v1/completions", json={**body, "max_tokens": 2})
-            assert response.status_code == (200 if body["prompt"] else 400)
+        for prompt, stream, status in (("hi", False, 200), ("hi", None, 200), ("hi", 5, 400), ("hi", True, 200)):
+            response = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2, "stream": stream})
+            assert response.status_code == status
             connections.add(response.extensions["network_stream"].get_extra_info("client_addr"))
         assert len(connections) == 1
 

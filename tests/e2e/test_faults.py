@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -11,11 +12,14 @@ from random import Random
 import httpx
 import pytest
 
-from .clients import complete, complete_for, crowd
+from crossdock.core.messages import Rejected, Revoke
+
+from .clients import Json, complete, complete_for, crowd
 from .conftest import Serve
 from .load import strike_under_load
 from .questions import VOCAB_SIZE, Question, random_questions
-from .server import Server, serving
+from .rogue import NUM_BLOCKS, NUM_GROUPS, Rogue, babble
+from .server import Server, listening_ports, serving
 
 LONGEST_PROMPT = 600
 NUM_TOKENS = 96
@@ -29,8 +33,16 @@ def questions(small_model: Path) -> Sequence[Question]:
 # --- clients that leave ----------------------------------------------------------------------------
 
 NUM_CLIENTS = 300
-ALLOWED_GROWTH_BYTES = 3 << 20
-"""Of any process, in the second half of the clients: a leaked request of each would be more."""
+ALLOWED_GROWTH_BYTES = 2 << 20
+"""Of any process, in the second half of the clients."""
+BAGGAGE: Json = {"logit_bias": {str(token_id): 0 for token_id in range(VOCAB_SIZE)}}
+"""Does nothing but to make a request weigh some 25 KiB, so that one that is not forgotten shows."""
+MALLOC_THAT_GIVES_BACK = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+}
+"""For glibc (mallopt(3)): what is freed goes back to the system at once, so that the growth that is seen is a leak."""
 STAGES = {
     "queued at prefill": ("requests_waiting", "prefill"),
     "computing": ("requests_running", "prefill"),
@@ -45,7 +57,7 @@ async def visit(questions: Sequence[Question], number: int, client: httpx.AsyncC
     random = Random(number)
     max_tokens, is_stream = random.randint(2, NUM_TOKENS), random.random() < 0.5
     prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, LONGEST_PROMPT))]
-    body = Question(prompt, [], questions[0].text_model).body(max_tokens, stream=is_stream)
+    body = Question(prompt, [], questions[0].text_model).body(max_tokens, stream=is_stream) | BAGGAGE
     match number % 5:
         case 0:
             question = random.choice(questions)
@@ -77,11 +89,23 @@ async def visits(server: Server, questions: Sequence[Question], numbers: range, 
     return [fault for fault in faults if fault]
 
 
+async def warm_up(server: Server, question: Question) -> None:
+    """Steps of all sizes: torch keeps something for each."""
+
+    async def visit(num_tokens: int, client: httpx.AsyncClient) -> None:
+        await complete(client, question.body(24, stream=False) | {"prompt": [num_tokens] * num_tokens})
+
+    await crowd(server.url, [partial(visit, num_tokens) for num_tokens in range(1, 65)], num_at_once=64)
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_clients_that_leave_at_any_stage_leave_nothing_behind(
-    transport: str, small_model: Path, serve: Serve, questions: Sequence[Question]
+    transport: str, small_model: Path, serve: Serve, questions: Sequence[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, value in MALLOC_THAT_GIVES_BACK.items():
+        monkeypatch.setenv(name, value)
     server = serve(small_model, "--transports", transport, "--num-blocks", "64", "--chunk-tokens", "64")
+    asyncio.run(warm_up(server, questions[0]))
     seen: set[str] = set()
     resident_bytes = []
     for half in (range(NUM_CLIENTS // 2), range(NUM_CLIENTS // 2, NUM_CLIENTS)):
@@ -90,6 +114,7 @@ def test_clients_that_leave_at_any_stage_leave_nothing_behind(
         resident_bytes.append(server.resident_bytes())
     assert seen == set(STAGES)
     growth = {name: after - resident_bytes[0][name] for name, after in resident_bytes[1].items()}
+    print(growth)
     assert {name: grown for name, grown in growth.items() if grown > ALLOWED_GROWTH_BYTES} == {}
 
 
@@ -131,7 +156,82 @@ def test_the_death_of_a_worker_costs_no_more_than_the_requests_on_it(
 ) -> None:
     load = asyncio.run(strike_under_load(pair, questions, partial(strike, pair, role)))
     assert load.faults == []
-    assert load.num_errors_by_status.get(503, 0) > 0
+    assert load.errors
     pair.wait_until_nothing_is_left(30)
     assert pair.scrape().worker("accepting") == 2
-    print(strike, role, load.num_right, load.num_errors_by_status)
+    print(strike, role, load.num_right, [a.status for a in load.errors])
+
+
+@pytest.fixture(scope="module")
+def two_pairs(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("two_pairs") / "server.log"
+    flags = ("--prefill", "2", "--decode", "2", "--num-blocks", "64", "--chunk-tokens", "64")
+    with serving(small_model, log, *flags) as server:
+        server.wait_for(lambda: server.scrape().worker("links") == 4, 10)
+        yield server
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_with_another_worker_left_only_streams_that_have_begun_are_lost(
+    role: str, two_pairs: Server, questions: Sequence[Question]
+) -> None:
+    load = asyncio.run(strike_under_load(two_pairs, questions, partial(kill, two_pairs, role), num_clients=24))
+    assert load.faults == []
+    assert {answer.status for answer in load.errors} <= {200}
+    assert two_pairs.scrape().total("crossdock:request_retries_total") > 0
+    two_pairs.wait_until_nothing_is_left(30)
+    assert two_pairs.scrape().worker("accepting") == 4
+    print(role, load.num_right, [a.status for a in load.errors])
+
+
+# --- what strangers send ---------------------------------------------------------------------------
+
+
+def test_nobody_notices_a_worker_that_breaks_the_rules_of_transfers(
+    small_model: Path, serve: Serve, questions: Sequence[Question]
+) -> None:
+    server = serve(small_model, "--transports", "tcp", "--num-blocks", "96", "--chunk-tokens", "64")
+
+    def strike() -> None:
+        pids = [server.process.pid, *server.worker_pids("prefill"), *server.worker_pids("decode")]
+        babble([port for pid in pids for port in listening_ports(pid) if port != server.port], num_rounds=20)
+        with closing(Rogue(small_model, server.control_address)) as rogue:
+            break_every_rule(rogue)
+
+    load = asyncio.run(strike_under_load(server, questions, strike))
+    assert (load.faults, load.errors) == ([], [])
+    server.wait_until_nothing_is_left(40)
+    scrape = server.scrape()
+    print(
+        scrape.total("crossdock:messages_rejected"),
+        [scrape.worker("messages_rejected_total", role=role) for role in ("prefill", "decode")],
+    )
+
+
+def break_every_rule(rogue: Rogue) -> None:
+    """Every transfer but the last is ended properly, with `Cancel`; the last is left to its fate."""
+    lease = rogue.reserved()
+    rogue.push(lease, group=0, blocks=lease.blocks, num_missing_bytes=1)
+    assert "bytes, not" in rogue.hear(Revoke).reason
+    rogue.cancel(lease)
+    lease = rogue.reserved()
+    rogue.push(lease, group=0, blocks=[block ^ 1 for block in lease.blocks])
+    assert rogue.hear(Revoke).reason == "a block was pushed that is not reserved"
+    rogue.cancel(lease)
+    lease = rogue.reserved()
+    rogue.push(lease, group=NUM_GROUPS, blocks=lease.blocks)
+    assert rogue.hear(Revoke).reason == f"layer group {NUM_GROUPS} does not exist"
+    rogue.cancel(lease)
+    lease = rogue.reserved()
+    rogue.commit(lease, num_block_groups=1)
+    assert rogue.hear(Rejected).reason == "1 block groups are committed, 6 blocks reserved"
+    rogue.cancel(lease)
+    lease = rogue.reserved()
+    for group in range(NUM_GROUPS):
+        rogue.push(lease, group, lease.blocks, age=1)
+    rogue.commit(lease, NUM_GROUPS * NUM_BLOCKS)
+    rogue.cancel(lease)
+    lease = rogue.reserved()
+    for group in range(NUM_GROUPS):
+        rogue.push(lease, group, lease.blocks[1:])
+    rogue.commit(lease, NUM_GROUPS * NUM_BLOCKS)

@@ -323,6 +323,7 @@ def test_a_floor_above_the_limit_is_refused(server: Server) -> None:
 
 
 def test_an_empty_prompt_without_bos_is_refused(server: Server) -> None:
-    for prompt in ("", [], [[]], ["hi", ""]):
-        assert refusal(server, {"prompt": prompt})["param"] == "prompt"
+    empty: list[Json] = [{"prompt": ""}, {"prompt": []}, {"prompt": [[]]}, {"prompt": ["hi", ""]}]
+    for body in empty:
+        assert refusal(server, body)["param"] == "prompt"
     assert ask(server, **GREEDY, prompt="hi", max_tokens=3).num_output == 3

@@ -117,7 +117,8 @@ def test_of_several_stop_strings_the_one_complete_first_ends_the_text(server: Se
     for stop, said in (
         (["STOP three", "two"], "one STO "),
         (["two STOP", "STO tw"], "one "),
-        (["STOP", "TOP t", "P"], "one STO two STO"),
+        (["STOP", "TOP t", "P"], "one STO two "),
+        (["TOP t", "OP"], "one STO two ST"),
         (["three!", "four"], TEXTS["C"]),
         (["ONE", "STOp"], TEXTS["C"]),
     ):

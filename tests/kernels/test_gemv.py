@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3}
 
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
-each_num_rows = pytest.mark.parametrize("num_rows", [1, 2, 16])
+each_num_rows = pytest.mark.parametrize("num_rows", [1, 2, 16, 17])
 each_size = pytest.mark.parametrize(("num_outputs", "depth"), [(64, 256), (70, 200), (34, 1100)])
 
 
@@ -92,15 +92,16 @@ def test_one_row_is_normed_on_the_way(dtype: torch.dtype) -> None:
     assert error(gated, functional.silu(gate) * up) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("epilogue", ["plain", "add"])
-def test_columns_may_be_split_and_the_parts_meet_in_one_order(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemv, "tile_for", lambda *_: gemv.Tile(16, 64, num_parts=3))
-    p = product(5, 70, 200, torch.float32)
-    out = torch.zeros(5, 70, device=DEVICE)
+@pytest.mark.parametrize("num_parts", [1, gemv.NUM_PARTS])
+def test_parts_of_a_row_meet_in_one_order_whoever_ends_last(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemv, "tile_for_few_rows", lambda *_: gemv.Tile(16, 64, num_parts))
+    p = product(5, 70, 600, torch.float32)
     for _ in range(2):
-        out.zero_()
-        (gemv.gemv if epilogue == "plain" else gemv.gemv_add)(p.x, p.weight, out)
+        out, residual = p.output(70), torch.ones(5, 70, device=DEVICE)
+        gemv.gemv(p.x, p.weight, out)
+        gemv.gemv_add(p.x, p.weight, residual)
         assert error(out, p.exact) < 1e-5
+        assert error(residual, p.exact + 1) < 1e-5
 
 
 def test_a_row_has_the_same_product_beside_any_others() -> None:

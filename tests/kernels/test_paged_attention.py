@@ -201,13 +201,12 @@ def test_items_cover_each_context_once_in_parts_of_equal_size() -> None:
     workspace = decode_workspace(4, 2, 2, 64, DEVICE, num_programs=10)
     plan_decode(integers([640, 0, 100]), workspace)
     assert workspace.items[:8, :5].tolist() == [
-        [0, 0, 192, 0, 4],
-        [0, 192, 384, 0, 4],
-        [0, 384, 576, 0, 4],
-        [0, 576, 640, 0, 4],
-        [1, 0, 0, 4, 1],
-        [2, 0, 100, 5, 1],
-        *[[-1, -1, -1, -1, -1]] * 2,
+        [0, 0, 256, 0, 3],
+        [0, 256, 512, 0, 3],
+        [0, 512, 640, 0, 3],
+        [1, 0, 0, 3, 1],
+        [2, 0, 100, 4, 1],
+        *[[-1, -1, -1, -1, -1]] * 3,
     ]
 
 

@@ -244,7 +244,7 @@ class Cluster:
             name = f"{role.value}{len(self.workers)}"
             self.workers.append(ScriptedWorker(role, self.mailbox.peer, Behaviour(self.script), name))
         num_pairs = sum(
-            one is other or one.role.prefills
+            one is other or not (one.role.decodes and other.role.prefills)
             for one in self.workers
             for other in self.workers
             if one.role.prefills and other.role.decodes

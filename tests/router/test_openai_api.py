@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -290,6 +290,7 @@ json_values = st.recursive(
 names = st.sampled_from(sorted({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, "tools", "x"}))
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["chat/completions", "completions"]), st.dictionaries(names, json_values, max_size=3))
 def test_whatever_a_field_holds_the_answer_is_a_result_or_a_400(endpoint: str, fields: Json) -> None:
     body = json.dumps({"prompt": "hi", **fields} if endpoint == "completions" else {**HELLO, **fields})

@@ -1,0 +1,139 @@
+"""Token ids in, token ids and times out: the engine and both parts of a worker, as `LLM` has them, without any text."""
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from crossdock.core.config import EngineConfig
+from crossdock.core.messages import Abort, Incarnation, Message, Peer, PrefillTask, PromptLogprobs, Push, Role
+from crossdock.core.messages import TokenDelta, WorkerCard
+from crossdock.core.part import Delivery, TransferFailed
+from crossdock.core.request import Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
+from crossdock.decode.part import DecodePart
+from crossdock.model.engine import Engine, Step
+from crossdock.model.startup import LoadedModel
+from crossdock.prefill.part import PrefillPart
+
+HERE = Peer("offline", Incarnation("offline"))
+NEVER_SECONDS = 1e9
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """What one request yielded; ``first_at`` is the time of its first token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached: int = 0
+    first_at: float = 0.0
+    is_finished: bool = False
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """What the loop's thread did, in seconds: planning and queueing, waiting for the device, giving out results."""
+
+    launch: list[float] = field(default_factory=list)
+    wait: list[float] = field(default_factory=list)
+    finish: list[float] = field(default_factory=list)
+
+    def clear(self) -> None:
+        for each in (self.launch, self.wait, self.finish):
+            each.clear()
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.answers: dict[RequestId, Answer] = {}
+
+    def emit(self, router: Peer, delta: TokenDelta) -> None:
+        answer = self.answers[delta.request_id]
+        if delta.token_id is not None:
+            if not answer.token_ids:
+                answer.first_at, answer.num_cached = time.perf_counter(), delta.cached_tokens
+            answer.token_ids.append(delta.token_id)
+            answer.logprobs.append(delta.logprobs)
+        answer.is_finished = answer.is_finished or delta.finish is not None
+
+    def send(self, to: Peer, message: Message) -> None:
+        assert isinstance(message, PromptLogprobs), f"nothing else is sent offline: {message}"
+        self.answers[message.request_id].prompt_logprobs += message.logprobs
+
+    def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
+        raise TransferFailed("there is no other worker")
+
+
+class OfflineEngine:
+    """One loaded model. ``times`` grows by an entry a step."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        self._model = model
+        self._collector = _Collector()
+        card = WorkerCard(
+            role=Role.MIXED,
+            model="m",
+            layout=model.layout,
+            num_blocks=model.tables.pool.num_blocks,
+            max_model_len=model.max_model_len,
+            vocab_size=model.spec.vocab_size,
+            num_layer_groups=model.executor.num_layer_groups,
+        )
+        tables = model.tables
+        decode = DecodePart(card, tables, self._collector, (), _nothing_lands, NEVER_SECONDS)
+        prefill = PrefillPart(
+            HERE, card, tables, self._collector, decode.adopt, lambda: decode.num_held_back, NEVER_SECONDS
+        )
+        self._parts = (decode, prefill)
+        self._engine = Engine(model.executor, tables, self._parts, config.chunk_tokens, config.max_num_seqs)
+        self._num_requests = 0
+        self.times = StepTimes()
+        self.num_preemptions = lambda: decode.num_preemptions
+
+    def add(self, prompt: Seq[int], params: SamplingParams) -> tuple[RequestId, Answer]:
+        """Queue a request; its answer grows while `step` runs."""
+        self._num_requests += 1
+        request_id, answer = RequestId(str(self._num_requests)), Answer()
+        self._collector.answers[request_id] = answer
+        request = Request(request_id=request_id, prompt=pack_ids(list(prompt)), params=params)
+        self._tell(PrefillTask(request=request, transfer_id=TransferId(request_id), decode=HERE))
+        return request_id, answer
+
+    def abort(self, request_id: RequestId) -> None:
+        self._tell(Abort(request_id=request_id))
+
+    def step(self, previous: Step | None) -> Step | None:
+        """`Engine.step` with its times taken."""
+        started_at = time.perf_counter()
+        following = self._engine.launch(previous, time.monotonic())
+        launched_at = done_at = time.perf_counter()
+        if previous is not None:
+            previous.launched.results()
+            done_at = time.perf_counter()
+            self._engine.finish(previous, time.monotonic())
+        self.times.launch.append(launched_at - started_at)
+        self.times.wait.append(done_at - launched_at)
+        self.times.finish.append(time.perf_counter() - done_at)
+        return following
+
+    def run(self, step: Step | None = None) -> None:
+        """Go on from ``step`` until there is nothing to do; then the books must be right."""
+        while step is not None or self._engine.has_work:
+            step = self.step(step)
+        self._model.tables.prefixes.check()
+
+    def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[Answer]:
+        answers = [self.add(prompt, params)[1] for prompt in prompts]
+        self.run()
+        return answers
+
+    def close(self) -> None:
+        self._model.executor.close()
+
+    def _tell(self, message: Message) -> None:
+        for part in self._parts:
+            part.handle(Delivery(HERE, message), time.monotonic())
+
+
+def _nothing_lands(push: Push, payload: memoryview) -> None:
+    raise TransferFailed("there is no other worker")

@@ -1,0 +1,147 @@
+"""One step on a GPU, from packed inputs to tokens on their way to the host: as a graph where one is there."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.kv_layout import LayerGroup
+from ..core.request import TokenLogprobs
+from ..core.sequence import Chunk, ChunkResult
+from ..kernels.sampling import argmax
+from .cuda_attention import DeviceBatch
+from .cuda_graphs import StepGraphs
+from .cuda_layers import CudaNormedLinear
+from .cuda_sampler import CudaSampler, HostLogprobs
+from .device_stream import DeviceStream, Mark
+from .kv_tensors import KvTensors
+from .step_inputs import StepInputs
+from .step_packing import PackedStep
+from .step_shapes import StepShape, StepShapes
+from .transformer import Transformer
+
+NOTHING = ChunkResult(None)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep:
+    """A step that is queued on the device: when its layer groups are written, when it is done, and what it yields then.
+
+    ``token_ids`` are those drawn, in the order of ``packed.sampled``; ``scores[i]`` are the pieces of the prompt of
+    ``packed.scored[i]``. Neither may be read before the device has passed ``end``.
+    """
+
+    packed: PackedStep
+    group_marks: tuple[Mark, ...]
+    end: Mark
+    token_ids: Tensor
+    logprobs: HostLogprobs | None
+    scores: tuple[list[HostLogprobs], ...]
+
+    def results(self, chunks: Seq[Chunk]) -> list[ChunkResult]:
+        """One a chunk, once the device has passed ``end``."""
+        logprobs = self._logprobs()
+        drawn = zip(self.packed.sampled, self.token_ids.tolist(), logprobs, strict=True)
+        results = {id(chunk): ChunkResult(token_id, found) for chunk, token_id, found in drawn if chunk is not None}
+        for chunk, pieces in zip(self.packed.scored, self.scores, strict=True):
+            own = results.get(id(chunk), NOTHING)
+            results[id(chunk)] = ChunkResult(own.token_id, own.logprobs, _prompt_logprobs(chunk, pieces))
+        return [results.get(id(chunk), NOTHING) for chunk in chunks]
+
+    def _logprobs(self) -> Seq[TokenLogprobs | None]:
+        sampled = self.packed.sampled
+        if self.logprobs is None:
+            return [None] * len(sampled)
+        wanted = [None if chunk is None else chunk.sequence.request.params.logprobs for chunk in sampled]
+        rows = self.logprobs.rows([num_top or 0 for num_top in wanted])
+        return [None if num_top is None else row for num_top, row in zip(wanted, rows, strict=True)]
+
+
+def _prompt_logprobs(chunk: Chunk, pieces: Seq[HostLogprobs]) -> tuple[TokenLogprobs, ...]:
+    num_top = chunk.sequence.request.params.prompt_logprobs or 0
+    return tuple(row for piece in pieces for row in piece.rows([num_top] * len(piece.token_logprobs)))
+
+
+class CudaRunner:
+    """Launches steps in the order of `run`."""
+
+    def __init__(
+        self,
+        stream: DeviceStream,
+        transformer: Transformer[DeviceBatch],
+        kv: KvTensors,
+        inputs: StepInputs,
+        sampler: CudaSampler,
+        groups: Seq[LayerGroup],
+        shapes: StepShapes,
+    ) -> None:
+        assert isinstance(transformer.head, CudaNormedLinear), "the head writes to memory that graphs share"
+        self._stream = stream
+        self._transformer = transformer
+        self._head = transformer.head
+        self._kv = kv
+        self._inputs = inputs
+        self._sampler = sampler
+        self._last_layers: Mapping[int, int] = {group.end - 1: number for number, group in enumerate(groups)}
+        shape = (len(inputs.sampled), transformer.spec.vocab_size)
+        self._logits = torch.zeros(shape, dtype=transformer.embedding.dtype, device=stream.device)
+        self._graphs = StepGraphs(stream, shapes.graphed(), self._launch)
+
+    def run(self, packed: PackedStep) -> RunningStep:
+        """Queue a step behind the one before, whose drawn ids it may take."""
+        with torch.inference_mode(), self._stream.launching():
+            self._sampler.seat(packed.newcomers)
+            if packed.scored or packed.shape not in self._graphs:
+                return self._run_eagerly(packed)
+            self._inputs.refill(packed)
+            self._graphs.replay(packed.shape)
+            logits, logprobs = self._logits[: packed.shape.num_sequences], None
+            if not self._sampler.is_plain(packed):
+                logprobs = self._sampler.sample(packed, logits)
+            return self._ended(packed, (), logprobs, ())
+
+    @torch.inference_mode()
+    def _launch(self, shape: StepShape) -> None:
+        """All of a step in which the likeliest tokens are wanted, from fixed inputs to ``sampled``."""
+        logits = self._logits[: shape.num_sequences]
+        self._head.into(self._transformer.forward(self._inputs.begin(shape), self._kv), logits)
+        self._inputs.sampled[: len(logits)].copy_(argmax(logits))
+
+    def _run_eagerly(self, packed: PackedStep) -> RunningStep:
+        marks: list[Mark] = []
+
+        def layer_is_launched(layer: int) -> None:
+            if layer in self._last_layers:
+                marks.append(self._stream.mark())
+
+        hidden = self._transformer.forward(self._inputs.upload(packed), self._kv, layer_is_launched)
+        logits, logprobs = self._logits[: packed.shape.num_sequences], None
+        self._head.into(hidden[: len(logits)], logits)
+        if self._sampler.is_plain(packed):
+            self._inputs.sampled[: len(logits)].copy_(argmax(logits))
+        else:
+            logprobs = self._sampler.sample(packed, logits)
+        return self._ended(packed, tuple(marks), logprobs, self._scores(packed, hidden[len(logits) :]))
+
+    def _scores(self, packed: PackedStep, hidden: Tensor) -> tuple[list[HostLogprobs], ...]:
+        """``hidden`` are the rows of the scored chunks, one after the other."""
+        if not packed.scored:
+            return ()
+        each = hidden.split([chunk.num_tokens for chunk in packed.scored])
+        return tuple(self._sampler.score(c, rows, self._head) for c, rows in zip(packed.scored, each, strict=True))
+
+    def _ended(
+        self,
+        packed: PackedStep,
+        marks: tuple[Mark, ...],
+        logprobs: HostLogprobs | None,
+        scores: tuple[list[HostLogprobs], ...],
+    ) -> RunningStep:
+        num_sampled = len(packed.sampled)
+        token_ids = self._stream.host_memory(num_sampled, torch.int64)
+        token_ids.copy_(self._inputs.sampled[:num_sampled], non_blocking=True)
+        return RunningStep(packed, marks, self._stream.mark(), token_ids, logprobs, scores)
+
+

@@ -1,0 +1,130 @@
+"""Builds an engine on a GPU: weights, the memory that lasts, a measured worst step, the pool, the graphs."""
+
+import logging
+import time
+
+import torch
+
+from .cuda_attention import CudaAttention, DeviceBatch, DevicePrompts, RotationTable
+from .cuda_executor import CudaExecutor
+from .cuda_layers import CudaLayers
+from .cuda_runner import CudaRunner
+from .cuda_sampler import CudaSampler
+from .device_stream import CudaStream, DeviceStream
+from .engine_plan import MIN_BLOCKS, BuiltEngine, EnginePlan
+from .gpu_memory import GIB, GpuMemory
+from .kv_tensors import KvTensors
+from .loading import assemble
+from .rope import Rope
+from .step_inputs import StepInputs
+from .step_packing import StepPacker
+from .step_shapes import GRAPHED_PROMPTS, StepShapes
+from .transformer import Transformer
+from .warm_up import WarmUp
+
+GRAPH_BYTES = GIB // 2
+"""Set aside for the graphs of a step's ladder; their buffers are shared."""
+COPIES_OF_LOGITS = 3
+"""In float32, that sampling with penalties and filters makes at most."""
+
+_log = logging.getLogger("crossdock.gpu")
+
+
+def build_on_gpu(plan: EnginePlan, device: torch.device) -> BuiltEngine:
+    """Raises ``ValueError`` if the pool finds no room."""
+    torch.cuda.set_device(device)
+    started_at = time.perf_counter()
+    stream = CudaStream(device)
+    warm_up = WarmUp(plan, lambda: CudaStream(device))
+    transformer = build_network(plan, stream)
+    loaded_at = time.perf_counter()
+    warm_up.finish()
+    del warm_up  # and its memory
+    compiled_at = time.perf_counter()
+    num_blocks = _num_blocks(plan, transformer, stream)
+    measured_at = time.perf_counter()
+    free_before, _ = torch.cuda.mem_get_info(device)
+    executor = build_executor(plan, transformer, num_blocks, stream)
+    torch.cuda.synchronize(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    graph_bytes = free_before - free - num_blocks * plan.layout.block_bytes
+    _log.info(
+        "weights in %.1f s, kernels %.1f s later, largest step measured in %.1f s, pool of %d blocks (%.1f GiB) and "
+        "%d graphs (%.2f GiB) in %.1f s",
+        loaded_at - started_at, compiled_at - loaded_at, measured_at - compiled_at, num_blocks, num_blocks * plan.layout.block_bytes / GIB,
+        len(list(StepShapes(plan.config.max_num_seqs).graphed())), graph_bytes / GIB, time.perf_counter() - measured_at,
+    )  # fmt: skip
+    return BuiltEngine(executor, num_blocks)
+
+
+def build_network(plan: EnginePlan, stream: DeviceStream, num_programs: int | None = None) -> Transformer[DeviceBatch]:
+    """The model with the classes of a GPU; ``num_programs`` as in `split_context`."""
+    rotations = RotationTable.of(Rope(plan.spec.rope, plan.spec.head_dim, stream.device), plan.max_model_len)
+    attention = CudaAttention(plan.spec, rotations, plan.config.max_num_seqs, num_programs)
+    return assemble(plan.spec, plan.weights, plan.dtype, stream.device, CudaLayers(), attention, plan.on_progress)
+
+
+def build_executor(
+    plan: EnginePlan, transformer: Transformer[DeviceBatch], num_blocks: int, stream: DeviceStream
+) -> CudaExecutor:
+    """Everything but the weights, for a pool of so many blocks."""
+    shapes, layout, num_seats = StepShapes(plan.config.max_num_seqs), plan.layout, 2 * plan.config.max_num_seqs
+    kv = KvTensors(layout, num_blocks, device=stream.device)
+    max_blocks = layout.num_blocks_for(plan.longest_request(num_blocks))
+    groups = layout.layer_groups(plan.config.num_layer_groups)
+    with torch.inference_mode():
+        inputs = StepInputs(stream, shapes, num_seats, max_blocks)
+        sampler = CudaSampler(stream, num_seats, plan.spec.vocab_size, inputs.sampled)
+        runner = CudaRunner(stream, transformer, kv, inputs, sampler, groups, shapes)
+    return CudaExecutor(runner, StepPacker(shapes, num_seats, layout.block_size), len(groups), plan.wake)
+
+
+def _num_blocks(plan: EnginePlan, transformer: Transformer[DeviceBatch], stream: CudaStream) -> int:
+    config, layout, device = plan.config, plan.layout, stream.device
+    if config.num_blocks or config.kv_bytes:
+        return config.num_blocks or (config.kv_bytes or 0) // layout.block_bytes
+    activations = _largest_step(plan, transformer, stream)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    in_use = total - free + fixed_bytes(plan)
+    memory = GpuMemory(total, config.gpu_memory_utilization, in_use, activations, GRAPH_BYTES)
+    return memory.num_blocks(layout.block_bytes, MIN_BLOCKS)
+
+
+def fixed_bytes(plan: EnginePlan) -> int:
+    """What `StepInputs`, the logits and the counts of penalised sequences will take."""
+    num_seats, vocab_size = 2 * plan.config.max_num_seqs, plan.spec.vocab_size
+    max_sequences = StepShapes(plan.config.max_num_seqs).max_sequences
+    max_blocks = plan.layout.num_blocks_for(plan.max_model_len)
+    logits = max_sequences * vocab_size * plan.dtype.itemsize
+    return 4 * max_blocks * (num_seats + max_sequences) + logits + 4 * num_seats * vocab_size
+
+
+def _largest_step(plan: EnginePlan, transformer: Transformer[DeviceBatch], stream: CudaStream) -> int:
+    """Bytes that a step of full chunks takes at its peak, measured without keeping its KV; compiles kernels beside."""
+    device = stream.device
+    kv = KvTensors(plan.layout, 1, device=device)
+    batch = empty_prompt(plan, plan.config.chunk_tokens, device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with torch.inference_mode(), stream.launching():
+        transformer.head(transformer.forward(batch, kv))
+    torch.cuda.synchronize(device)
+    logits_bytes = 4 * plan.config.max_num_seqs * plan.spec.vocab_size
+    return torch.cuda.max_memory_allocated(device) - before + COPIES_OF_LOGITS * logits_bytes
+
+
+def empty_prompt(plan: EnginePlan, num_tokens: int, device: torch.device) -> DeviceBatch:
+    """A prompt of zeros whose KV is not stored; it reads what lies in block 0."""
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    none = [0] * (GRAPHED_PROMPTS - 1)
+    zeros = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    tables = torch.zeros(GRAPHED_PROMPTS, plan.layout.num_blocks_for(num_tokens), dtype=torch.int32, device=device)
+    starts, lengths = ints(0, *none), ints(num_tokens, *none)
+    query_starts = ints(0, *[num_tokens] * GRAPHED_PROMPTS)
+    prompts = DevicePrompts(query_starts, starts, lengths, tables, False, (range(num_tokens),))
+    return DeviceBatch(zeros, zeros, zeros - 1, None, prompts, ints(num_tokens - 1))

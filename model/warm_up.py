@@ -1,0 +1,142 @@
+"""Compiles the kernels of all steps to come, many at once, while the weights load: each is launched once on next to nothing.
+
+Triton compiles a kernel anew for each kind of argument: numbers that are 1, a multiple of 16 or neither, and sizes known
+when it compiles. The work here is chosen so that every kind occurs that the shapes of `step_shapes` bring.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ..kernels.activation import silu_and_mul
+from ..kernels.gemv import MAX_ROWS
+from ..kernels.norm_rope import add_rms_norm
+from ..kernels.reference import SamplingTensors
+from ..kernels.sampling import argmax, sample, top_logprobs
+from .cuda_attention import CudaAttention, DeviceBatch, DeviceDecodes, DevicePrompts, RotationTable
+from .cuda_layers import CudaLayers, CudaNormedLinear
+from .device_stream import DeviceStream
+from .engine_plan import EnginePlan
+from .kv_tensors import KvTensors
+from .layers import DecoderLayer
+from .loading import RandomWeights, assemble
+from .rope import Rope
+from .spec import DecoderSpec
+from .step_inputs import COLUMNS
+from .step_shapes import StepShape, StepShapes
+from .transformer import Transformer
+
+NUM_THREADS = 12
+FEW_ROWS = (1, 2, MAX_ROWS)
+MANY_ROWS = (MAX_ROWS + 4, 2 * MAX_ROWS)
+
+Work = Callable[[], object]
+
+
+class WarmUp:
+    """Begins to compile; `finish` waits until all is done."""
+
+    def __init__(self, plan: EnginePlan, make_stream: Callable[[], DeviceStream]) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "compile")
+        self._make_stream = make_stream
+        self._running = [self._threads.submit(self._run, work) for work in all_work(plan, make_stream().device)]
+
+    def finish(self) -> None:
+        for running in self._running:
+            running.result()
+        self._threads.shutdown()
+
+    def _run(self, work: Work) -> None:
+        stream = self._make_stream()
+        with torch.inference_mode(), stream.launching():
+            work()
+        stream.mark().synchronize()
+
+
+def all_work(plan: EnginePlan, device: torch.device) -> Iterator[Work]:
+    """On a model with one layer of each kind that the plan's has; the longest compilations first."""
+    spec = replace(plan.spec, windows=tuple(dict.fromkeys(plan.spec.windows)))
+    network = _network(spec, plan, device)
+    hidden = torch.ones(MANY_ROWS[-1], spec.hidden_size, dtype=plan.dtype, device=device)
+    shapes = StepShapes(plan.config.max_num_seqs)
+    for shape in _kinds_of_shapes(shapes):
+        yield partial(_attend, network, plan, shape, device)
+    yield from _sampling(network.head, hidden)
+    for rows in FEW_ROWS:
+        yield from _products(network.layers[0], network.head, hidden[:rows], spec)
+    inner = torch.ones(MANY_ROWS[-1], 2 * spec.intermediate_size, dtype=plan.dtype, device=device)
+    weight = torch.ones(spec.hidden_size, dtype=plan.dtype, device=device)
+    for rows in MANY_ROWS:
+        yield partial(add_rms_norm, None, hidden[:rows], weight, spec.norm_eps)
+    yield partial(silu_and_mul, inner)
+
+
+def _network(spec: DecoderSpec, plan: EnginePlan, device: torch.device) -> Transformer[DeviceBatch]:
+    weights = RandomWeights(spec, 0, plan.dtype, device)
+    return assemble(spec, weights, plan.dtype, device, CudaLayers(), _attention(spec, plan, device))
+
+
+def _attention(spec: DecoderSpec, plan: EnginePlan, device: torch.device) -> CudaAttention:
+    rotations = RotationTable.of(Rope(spec.rope, spec.head_dim, device), 1)
+    return CudaAttention(spec, rotations, plan.config.max_num_seqs)
+
+
+def _products(layer: DecoderLayer, head: object, hidden: Tensor, spec: DecoderSpec) -> Iterator[Work]:
+    assert isinstance(head, CudaNormedLinear)
+    yield partial(layer.qkv, hidden.clone())
+    yield partial(layer.o, hidden.new_ones(len(hidden), spec.q_size), hidden.clone())
+    yield partial(layer.mlp, hidden.clone())
+    yield partial(head, hidden.clone())
+
+
+def _sampling(head: object, hidden: Tensor) -> Iterator[Work]:
+    assert isinstance(head, CudaNormedLinear)
+    logits = hidden.new_ones(2, len(head.weight))
+    yield partial(argmax, logits)
+    neutral = SamplingTensors.neutral(len(logits), logits.device)
+    for top_k, top_p in product((False, True), repeat=2):
+        yield partial(sample, logits, replace(neutral, any_top_k=top_k, any_top_p=top_p))
+    yield partial(top_logprobs, logits, torch.zeros(2, dtype=torch.int64, device=logits.device), 1)
+
+
+def _kinds_of_shapes(shapes: StepShapes) -> Iterator[StepShape]:
+    """One for each way in which attention is compiled: by powers of two, multiples of 16, and one."""
+    for number in reversed(shapes.prompt_ladder):
+        yield StepShape(0, number, number, False)
+    seen = set()
+    for shape in shapes.graphed():
+        n = shape.num_decodes
+        if (kind := (shape.is_short, (n - 1).bit_length(), n % 16 == 0)) not in seen:
+            seen.add(kind)
+            yield shape
+
+
+def _attend(network: Transformer[DeviceBatch], plan: EnginePlan, shape: StepShape, device: torch.device) -> None:
+    """All layers' attention on sequences that have no tokens, with workspaces of its own."""
+    spec, attention = network.spec, _attention(network.spec, plan, device)
+    kv = KvTensors(replace(plan.layout, num_layers=spec.num_layers), 1, device=device)
+    attend = attention.plan(empty_batch(shape, COLUMNS, device), kv)
+    for index, layer in enumerate(network.layers):
+        size = spec.q_size + 2 * spec.kv_size
+        attend(index, layer, torch.ones(shape.num_tokens, size, dtype=plan.dtype, device=device))
+
+
+def empty_batch(shape: StepShape, max_blocks: int, device: torch.device) -> DeviceBatch:
+    """Padding alone."""
+
+    def zeros(*sizes: int) -> Tensor:
+        return torch.zeros(sizes, dtype=torch.int32, device=device)
+
+    n, num_prompts = shape.num_decodes, shape.num_prompts
+    tables = zeros(shape.num_sequences, max_blocks)
+    prompts = DevicePrompts(
+        zeros(num_prompts + 1), zeros(num_prompts), zeros(num_prompts), tables[n:], shape.is_short, ()
+    )
+    tokens = zeros(shape.num_tokens)
+    decodes = DeviceDecodes(zeros(n), tables[:n]) if n else None
+    return DeviceBatch(tokens, tokens, tokens - 1, decodes, prompts if num_prompts else None, None)

@@ -1,0 +1,75 @@
+"""The engine of a GPU: on one where there is one, else under Triton's interpreter, with a stream that runs at once."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from crossdock.benchmarks.offline_engine import OfflineEngine  # noqa: E402
+from crossdock.core.block_hash import BlockHasher, model_root  # noqa: E402
+from crossdock.core.block_pool import BlockPool  # noqa: E402
+from crossdock.core.block_tables import BlockTables  # noqa: E402
+from crossdock.core.prefix_cache import PrefixCache  # noqa: E402
+from crossdock.model.cpu_executor import CpuExecutor  # noqa: E402
+from crossdock.model.cuda_startup import build_executor, build_network  # noqa: E402
+from crossdock.model.device_stream import CudaStream, DeviceStream, Mark  # noqa: E402
+from crossdock.model.engine_plan import EnginePlan  # noqa: E402
+from crossdock.model.executor import Executor  # noqa: E402
+from crossdock.model.kv_tensors import KvTensors  # noqa: E402
+from crossdock.model.loading import build_transformer  # noqa: E402
+from crossdock.model.startup import LoadedModel  # noqa: E402
+
+NUM_PROGRAMS = None if HAS_GPU else 6
+
+
+class Passed:
+    def synchronize(self) -> None: ...
+
+
+class ImmediateStream:
+    """`DeviceStream` of a CPU: all that is launched has run when the launch returns, and a graph launches anew."""
+
+    device = torch.device("cpu")
+
+    def launching(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def host_memory(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_elements, dtype=dtype)
+
+    def mark(self) -> Mark:
+        return Passed()
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        return launch
+
+
+def gpu_stream() -> DeviceStream:
+    return CudaStream(torch.device("cuda", 0)) if HAS_GPU else ImmediateStream()
+
+
+def gpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
+    stream = gpu_stream()
+    return build_executor(plan, build_network(plan, stream, NUM_PROGRAMS), num_blocks, stream)
+
+
+def cpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
+    transformer = build_transformer(plan.spec, plan.weights, plan.dtype)
+    kv = KvTensors(plan.layout, num_blocks)
+    return CpuExecutor(transformer, kv, plan.layout, plan.config.num_layer_groups, wake=plan.wake)
+
+
+def engine_of(plan: EnginePlan, make: Callable[[EnginePlan, int], Executor]) -> OfflineEngine:
+    """An engine over a pool of ``plan.config.num_blocks``."""
+    num_blocks, block_size = plan.config.num_blocks or 0, plan.config.block_size
+    pool = BlockPool(num_blocks)
+    hasher = BlockHasher(b"key", model_root(b"key", "m", plan.layout), block_size)
+    tables = BlockTables(pool, PrefixCache(pool, plan.config.prefix_cache), hasher, block_size)
+    model = LoadedModel(plan.spec, plan.layout, tables, make(plan, num_blocks), plan.longest_request(num_blocks))
+    return OfflineEngine(model, plan.config)

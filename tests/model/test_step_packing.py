@@ -1,0 +1,138 @@
+"""What a step uploads: rows, slots and blocks of every mixture of chunks, and only what the device does not know yet."""
+
+import numpy as np
+
+from crossdock.core.sequence import Chunk, ChunkResult, Sequence, settle, take_chunk
+from crossdock.model.step_packing import Ints, PackedStep, StepPacker
+from crossdock.model.step_shapes import StepShape, StepShapes
+
+from ..parts import request
+
+BLOCK_SIZE = 4
+
+
+def packer(max_num_seqs: int = 8) -> StepPacker:
+    return StepPacker(StepShapes(max_num_seqs), 2 * max_num_seqs, BLOCK_SIZE)
+
+
+def sequence(num_prompt: int, *blocks: int, first_id: int = 100, scored: bool = False) -> Sequence:
+    found = Sequence.of(request("r", num_prompt, first_id=first_id, prompt_logprobs=0 if scored else None))
+    found.blocks = list(blocks)
+    return found
+
+
+def chunk(of: Sequence, num_tokens: int) -> Chunk:
+    return take_chunk(of, num_tokens)
+
+
+def finish(packed: PackedStep, token_id: int = 7) -> None:
+    for done in packed.sampled:
+        if done is not None:
+            settle(done, ChunkResult(token_id))
+
+
+def segments(packed: PackedStep) -> list[tuple[int, list[int]]]:
+    """First column and blocks of each run that is uploaded."""
+    arrays = packed.arrays
+    return [(int(first), arrays.blocks[at : at + n].tolist()) for _, first, n, at in arrays.segments]
+
+
+def row(packed: PackedStep, number: int) -> tuple[int, ...]:
+    """Place of the token, pending, last column, last block."""
+    return tuple(packed.arrays.rows[number, [0, 1, 3, 4]].tolist())
+
+
+def test_a_prompt_brings_its_ids_positions_slots_and_all_blocks() -> None:
+    packed = packer().pack([chunk(sequence(6, 9, 5), 6)], None)
+    arrays = packed.arrays
+    assert packed.shape == StepShape(0, 4, 16, is_short=True)
+    assert arrays.token_ids[:6].tolist() == [100, 101, 102, 103, 104, 105]
+    assert arrays.positions[:6].tolist() == [0, 1, 2, 3, 4, 5]
+    assert arrays.slots.tolist() == [36, 37, 38, 39, 20, 21, *[-1] * 10]
+    assert (segments(packed), row(packed, 0)) == ([(0, [9])], (5, -1, 1, 5))
+    assert (arrays.query_starts.tolist(), arrays.starts.tolist()) == ([0, 6, 6, 6, 6], [0, 0, 0, 0])
+    assert (arrays.lengths.tolist(), arrays.outputs.tolist()) == ([6, 0, 0, 0], [5, 0, 0, 0])
+    assert packed.prompt_spans == (range(6),)
+
+
+def test_decoding_goes_on_without_any_block_but_the_last() -> None:
+    pack, one = packer(), sequence(3, 9)
+    first = pack.pack([chunk(one, 3)], None)
+    one.blocks.append(5)
+    second = pack.pack([chunk(one, 1)], first)
+    assert (segments(second), row(second, 0)) == ([], (0, 0, 0, 9))
+    finish(first)
+    third = pack.pack([chunk(one, 1)], second)
+    assert (segments(third), row(third, 0)) == ([], (0, 0, 1, 5))
+    assert third.arrays.slots.tolist() == [5 * BLOCK_SIZE]
+    assert third.newcomers == ()
+
+
+def test_a_known_token_is_uploaded_and_a_pending_one_is_taken_from_where_it_was_drawn() -> None:
+    pack, one, two = packer(), sequence(3, 1, 8), sequence(2, 2)
+    first = pack.pack([chunk(one, 3), chunk(two, 2)], None)
+    second = pack.pack([chunk(two, 1), chunk(one, 1)], first)
+    assert (row(second, 0)[:2], row(second, 1)[:2]) == ((0, 1), (1, 0))
+    finish(first, 50)
+    finish(second, 51)
+    third = pack.pack([chunk(one, 1)], None)
+    assert (third.arrays.token_ids.tolist(), row(third, 0)[1]) == ([51], -1)
+
+
+def test_a_sequence_that_missed_a_step_is_seated_anew() -> None:
+    pack, one, two = packer(), sequence(9, 1, 2, 3), sequence(3, 4)
+    first = pack.pack([chunk(one, 8)], None)
+    second = pack.pack([chunk(two, 3)], first)
+    one.blocks = [6, 7, 8]
+    third = pack.pack([chunk(one, 1)], second)
+    assert (segments(third), [seat.sequence for seat in third.newcomers]) == ([(0, [6, 7])], [one])
+
+
+def test_without_a_step_before_nothing_is_trusted() -> None:
+    pack, one = packer(), sequence(9, 1, 2, 3)
+    pack.pack([chunk(one, 8)], None)
+    assert segments(pack.pack([chunk(one, 1)], None)) == [(0, [1, 2])]
+
+
+def test_a_prompt_in_chunks_uploads_each_block_once() -> None:
+    pack, one = packer(), sequence(60, *range(20, 35))
+    first = pack.pack([chunk(one, 40)], None)
+    second = pack.pack([chunk(one, 20)], first)
+    assert first.shape == StepShape(0, 4, 40, is_short=False)
+    assert (segments(first), segments(second)) == ([(0, list(range(20, 29)))], [(10, [30, 31, 32, 33])])
+    assert (second.arrays.starts.tolist()[0], second.prompt_spans) == (40, (range(40, 60),))
+    assert (first.sampled[0], second.sampled[0] is not None) == (None, True)
+
+
+def test_decode_rows_come_first_and_are_padded_with_rows_that_store_nothing() -> None:
+    pack = packer()
+    decodes = [sequence(1, block) for block in (1, 2, 3)]
+    prompt = sequence(40, *range(10, 20))
+    packed = pack.pack([chunk(prompt, 40), *(chunk(one, 1) for one in decodes)], None)
+    arrays = packed.arrays
+    assert packed.shape == StepShape(4, 4, 44, is_short=False)
+    assert arrays.slots.tolist()[:5] == [4, 8, 12, -1, 40]
+    assert arrays.lengths.tolist() == [1, 1, 1, 0, 40, 0, 0, 0]
+    assert row(packed, 3) == (0, -1, -1, 0)
+    assert arrays.outputs.tolist() == [0, 1, 2, 3, 43, 0, 0, 0]
+    assert arrays.query_starts.tolist() == [0, 40, 40, 40, 40]
+    assert [place for place, one in enumerate(packed.sampled) if one is not None] == [0, 1, 2, 4]
+    assert packed.places() == {id(one): place for one, place in zip([*decodes, prompt], (0, 1, 2, 4), strict=True)}
+
+
+def test_all_rows_of_a_scored_prompt_are_put_out_behind_the_last_ones() -> None:
+    packed = packer().pack([chunk(sequence(1, 1, scored=True), 1), chunk(sequence(3, 2, scored=True), 3)], None)
+    assert packed.arrays.outputs.tolist() == [0, 3, 0, 0, 0, 0, 1, 2, 3]
+    assert [one.num_tokens for one in packed.scored] == [1, 3]
+
+
+def test_seats_go_to_others_only_when_none_is_free() -> None:
+    pack = packer(max_num_seqs=2)
+    sequences = [sequence(1, block) for block in range(6)]
+    seats: list[Ints] = []
+    previous = None
+    for first, second in ((0, 1), (2, 3), (4, 5)):
+        previous = pack.pack([chunk(sequences[first], 1), chunk(sequences[second], 1)], previous)
+        seats.append(previous.arrays.rows[:2, 2])
+    assert sorted(np.concatenate(seats[:2]).tolist()) == [0, 1, 2, 3]
+    assert sorted(seats[2].tolist()) == sorted(seats[0].tolist())
