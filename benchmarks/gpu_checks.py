@@ -1,9 +1,11 @@
-"""Is what the GPU computes right? Small random models of every family in float32, against the CPU's path, and mixed work."""
+"""Is what the GPU computes right? Small random models of every family against the CPU's path, then mixed work.
+
+All in float32, where the GPU's tokens must be the CPU's, and those of many requests at once those of each alone.
+"""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 import torch
 
@@ -17,12 +19,12 @@ from crossdock.core.request import SamplingParams
 from crossdock.model.cpu_executor import CpuExecutor
 from crossdock.model.cuda_startup import build_executor, build_network
 from crossdock.model.device_stream import CudaStream
+from crossdock.model.engine import Step
 from crossdock.model.engine_plan import EnginePlan
 from crossdock.model.executor import Executor
 from crossdock.model.families import decoder_spec
 from crossdock.model.kv_tensors import KvTensors
 from crossdock.model.loading import RandomWeights, build_transformer
-from crossdock.model.spec import DecoderSpec
 from crossdock.model.startup import LoadedModel
 
 VOCAB = 512
@@ -42,12 +44,17 @@ FAMILIES: dict[str, dict[str, object]] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": {},
 }
+PROMPT_SIZES = (1, 2, 15, 16, 17, 40, 100, 127, 300, 64, 33)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, seed=0)
+NUM_MIXED, NUM_ALONE = 1000, 200
+STEPS_AN_ABORT = 3
+
+Build = Callable[[EnginePlan, int], Executor]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``num_equal`` of ``num_all`` tokens; what differs is named in ``note``."""
+    """``num_equal`` of ``num_all`` tokens."""
 
     name: str
     num_equal: int
@@ -66,54 +73,66 @@ def all_checks() -> Iterator[Check]:
 
 
 def family(name: str) -> Check:
-    """Greedy tokens of prompts of all lengths, together, on the GPU and on the CPU."""
-    spec = decoder_spec({"architectures": [name], **SIZES, **FAMILIES[name]})
+    """Greedy tokens of prompts of all sizes, together, on the GPU and on the CPU."""
     config = EngineConfig(num_blocks=256, max_num_seqs=16, chunk_tokens=128)
-    prompts = [random.Random(n).choices(range(VOCAB), k=n) for n in (1, 2, 15, 16, 17, 40, 100, 127, 300, 64, 33)]
+    prompts = [random.Random(n).choices(range(VOCAB), k=n) for n in PROMPT_SIZES]
     found = []
     for build in (cpu_executor, gpu_executor):
-        engine = engine_of(EnginePlan(spec, RandomWeights(spec, 7), torch.float32, config), build)
+        engine = engine_of(plan_of(name, config), build)
         found.append(engine.generate(prompts, GREEDY))
         engine.close()
-    return compared(f"{name}, float32, GPU and CPU", *found)
+    return compared(f"{name}, GPU and CPU", *found)
 
 
-def mixed_requests(num_requests: int = 1000) -> Check:
-    """Requests with shared prefixes, aborts and preemption, many at once, and those that were not aborted one by one."""
-    spec = decoder_spec({"architectures": ["Qwen3ForCausalLM"], **SIZES})
-    config = EngineConfig(num_blocks=160, max_num_seqs=32, chunk_tokens=256)
-    engine = engine_of(EnginePlan(spec, RandomWeights(spec, 7), torch.float32, config), gpu_executor)
+def mixed_requests() -> Check:
+    """Shared prefixes, aborts, preemption, greedy and drawn tokens: many at once, then some of them one by one."""
+    engine = engine_of(plan_of("Qwen3ForCausalLM", EngineConfig(num_blocks=120, max_num_seqs=32)), gpu_executor)
     drawn = random.Random(3)
     prefixes = [drawn.choices(range(VOCAB), k=64) for _ in range(8)]
-    prompts = [drawn.choice(prefixes)[: drawn.randrange(65)] + drawn.choices(range(VOCAB), k=drawn.randrange(1, 90)) for _ in range(num_requests)]
-    params = [replace_params(drawn) for _ in prompts]
-    added = [engine.add(prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
-    doomed = set(drawn.sample(range(num_requests), num_requests // 10))
-    step = None
-    for number in count():
-        step = engine.step(step)
-        if number % 3 == 0 and doomed:
-            engine.abort(added[doomed.pop()][0])
-        if step is None:
-            break
-    engine.run()
-    kept = [i for i, (_, answer) in enumerate(added) if answer.is_finished]
-    together = [added[i][1] for i in kept[:200]]
-    alone = [engine.generate([prompts[i]], params[i])[0] for i in kept[:200]]
-    note = f"{engine.num_preemptions()} preemptions, {num_requests - len(kept)} aborted"
+    prompts = [_prompt(drawn, prefixes) for _ in range(NUM_MIXED)]
+    params = [_params(drawn) for _ in prompts]
+    answers = _run_with_aborts(engine, prompts, params, drawn.sample(range(NUM_MIXED), NUM_MIXED // 10))
+    kept = [number for number, answer in enumerate(answers) if answer.is_finished]
+    chosen = kept[:: len(kept) // NUM_ALONE]
+    alone = [engine.generate([prompts[i]], params[i])[0] for i in chosen]
+    note = f"{NUM_MIXED} requests, {engine.num_preemptions} preemptions, {NUM_MIXED - len(kept)} aborted"
     engine.close()
-    return replace(compared("mixed requests, at once and one by one", together, alone), note=note)
+    return replace(compared("at once and one by one", [answers[i] for i in chosen], alone), note=note)
 
 
-def replace_params(drawn: random.Random) -> SamplingParams:
+def _prompt(drawn: random.Random, prefixes: Sequence[list[int]]) -> list[int]:
+    prefix = drawn.choice(prefixes)[: drawn.randrange(65)]
+    return prefix + drawn.choices(range(VOCAB), k=drawn.randrange(1, 90))
+
+
+def _params(drawn: random.Random) -> SamplingParams:
+    max_tokens = drawn.randrange(1, 80)
     if drawn.random() < 0.5:
-        return SamplingParams(temperature=0, max_tokens=drawn.randrange(1, 40), seed=0)
-    return SamplingParams(temperature=0.8, top_k=20, max_tokens=drawn.randrange(1, 40), seed=drawn.randrange(1 << 40))
+        return SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
+    return SamplingParams(temperature=0.8, top_k=20, max_tokens=max_tokens, seed=drawn.randrange(1 << 40))
 
 
-def compared(name: str, one: list[Answer], other: list[Answer]) -> Check:
+def _run_with_aborts(
+    engine: OfflineEngine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], doomed: list[int]
+) -> list[Answer]:
+    added = [engine.add(prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
+    step: Step | None = None
+    for number in doomed:
+        for _ in range(STEPS_AN_ABORT):
+            step = engine.step(step)
+        engine.abort(added[number][0])
+    engine.run(step)
+    return [answer for _, answer in added]
+
+
+def compared(name: str, one: Sequence[Answer], other: Sequence[Answer]) -> Check:
     pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a.token_ids, b.token_ids, strict=True)]
     return Check(name, sum(a == b for a, b in pairs), len(pairs))
+
+
+def plan_of(name: str, config: EngineConfig) -> EnginePlan:
+    spec = decoder_spec({"architectures": [name], **SIZES, **FAMILIES[name]})
+    return EnginePlan(spec, RandomWeights(spec, 7), torch.float32, config)
 
 
 def cpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
@@ -126,13 +145,11 @@ def gpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
     return build_executor(plan, build_network(plan, stream), num_blocks, stream)
 
 
-def engine_of(plan: EnginePlan, build: object) -> OfflineEngine:
-    num_blocks = plan.config.num_blocks or 0
+def engine_of(plan: EnginePlan, build: Build) -> OfflineEngine:
+    """An engine over a pool of ``plan.config.num_blocks``."""
+    num_blocks, block_size = plan.config.num_blocks or 0, plan.config.block_size
     pool = BlockPool(num_blocks)
-    hasher = BlockHasher(b"key", model_root(b"key", "m", plan.layout), plan.config.block_size)
-    tables = BlockTables(pool, PrefixCache(pool, True), hasher, plan.config.block_size)
-    executor = build(plan, num_blocks)  # type: ignore[operator]
-    model = LoadedModel(plan.spec, plan.layout, tables, executor, plan.longest_request(num_blocks))
+    hasher = BlockHasher(b"key", model_root(b"key", "m", plan.layout), block_size)
+    tables = BlockTables(pool, PrefixCache(pool, plan.config.prefix_cache), hasher, block_size)
+    model = LoadedModel(plan.spec, plan.layout, tables, build(plan, num_blocks), plan.longest_request(num_blocks))
     return OfflineEngine(model, plan.config)
-
-

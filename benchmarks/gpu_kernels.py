@@ -44,7 +44,7 @@ class Heads:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return float(self.head_dim**-0.5)
 
     @property
     def token_bytes(self) -> int:
@@ -104,7 +104,7 @@ def seconds_each(launches: Iterable[Callable[[], object]], num_replays: int = 15
         graph.replay()
         end.record()
     torch.cuda.synchronize()
-    return median(begin.elapsed_time(end) for begin, end in events) / len(launches) / 1e3
+    return float(median(begin.elapsed_time(end) for begin, end in events) / len(launches) / 1e3)
 
 
 # --- right first ---------------------------------------------------------------------------------

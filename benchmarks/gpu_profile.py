@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from crossdock.benchmarks.offline_engine import OfflineEngine
@@ -26,7 +25,7 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Microseconds a step: ``busy`` while at least one kernel or copy runs, ``step`` from a step's end to the next's."""
+    """Microseconds a step: ``busy`` while a kernel or copy runs at all, ``step`` from one step's end to the next's."""
 
     step: float
     busy: float
@@ -57,7 +56,7 @@ def profile_prefill(engine: OfflineEngine, prompts: list[list[int]]) -> Timeline
 
 
 def _timeline(profiler: profile, num_steps: int) -> Timeline:
-    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    events = [event for event in profiler.events() or [] if event.device_type == torch.profiler.DeviceType.CUDA]
     return timeline([(e.name, e.time_range.start, e.time_range.end) for e in events], num_steps)
 
 

@@ -1,6 +1,6 @@
 """Models to measure by their shape alone, and the least time that a chip needs for their work.
 
-Ceilings are those measured on an H200: a device copy's bytes read and written, a large bf16 matrix product on random data.
+Ceilings were measured on an H200: bytes read and written by a device copy, a large bf16 product of random matrices.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ LLAMA3_ROPE = {
 }
 
 
-def _llama(hidden: int, layers: int, heads: int, inner: int, is_tied: bool = False, head_dim: int = 128) -> dict[str, object]:
+def _llama(
+    hidden: int, layers: int, heads: int, inner: int, is_tied: bool = False, head_dim: int = 128
+) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": hidden,
@@ -97,7 +99,7 @@ class ModelShape:
         return products + batch * context * self.kv_bytes / COPY_BYTES_PER_SECOND
 
     def prefill_floor(self, num_tokens: int, num_cached: int = 0) -> float:
-        """Seconds of one prompt of ``num_tokens``, the first ``num_cached`` of them in the pool, and its first token."""
+        """Seconds of one prompt of ``num_tokens``, the first ``num_cached`` of them known, and of its first token."""
         new = num_tokens - num_cached
         mean_context = (num_cached + num_tokens) / 2
         attention = 4 * self.spec.num_layers * self.spec.q_size * mean_context

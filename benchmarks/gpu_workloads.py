@@ -39,6 +39,7 @@ class Peer:
 
 DECODE_PEERS = {1: Peer(4.99, 4.1), 32: Peer(6.26, 5.4), 128: Peer(10.66, 9.0), 256: Peer(17.70, 15.0)}
 PREFILL, ONE_PROMPT, PREFIX_HIT, COLD = Peer(38260, 40500), Peer(218, 200), Peer(19.1, 8), Peer(8.50, 7.6)
+START = Peer(60, 15)
 
 
 class Workloads:
@@ -69,7 +70,9 @@ class Workloads:
         floor = self._shape.decode_floor(batch, context + NEW_TOKENS // 2)
         note = f"host: launch {_ms(times.launch)}, wait {_ms(times.wait)}, finish {_ms(times.finish)}"
         peer = DECODE_PEERS.get(batch) if context == PROMPT_TOKENS else None
-        return self._measured(f"decode, batch {batch}, {context} tokens", "ms", median(steps) * 1e3, floor * 1e3, peer, note=note)
+        return self._measured(
+            f"decode, batch {batch}, {context} tokens", "ms", median(steps) * 1e3, floor * 1e3, peer, note=note
+        )
 
     def prefill(self, num_prompts: int = 8, repeats: int = 3) -> Measurement:
         def once() -> float:
@@ -119,7 +122,14 @@ class Workloads:
         return [self._random.choices(vocab, k=num_tokens) for _ in range(num_prompts)]
 
     def _measured(
-        self, name: str, unit: str, value: float, floor: float | None, peer: Peer | None, is_rate: bool = False, note: str = ""
+        self,
+        name: str,
+        unit: str,
+        value: float,
+        floor: float | None,
+        peer: Peer | None,
+        is_rate: bool = False,
+        note: str = "",
     ) -> Measurement:
         known = peer if self._has_peers else None
         vllm, goal = (known.vllm, known.goal) if known else (None, None)

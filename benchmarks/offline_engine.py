@@ -5,8 +5,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from crossdock.core.config import EngineConfig
-from crossdock.core.messages import Abort, Incarnation, Message, Peer, PrefillTask, PromptLogprobs, Push, Role
-from crossdock.core.messages import TokenDelta, WorkerCard
+from crossdock.core.messages import (
+    Abort,
+    Incarnation,
+    Message,
+    Peer,
+    PrefillTask,
+    PromptLogprobs,
+    Push,
+    Role,
+    TokenDelta,
+    WorkerCard,
+)
 from crossdock.core.part import Delivery, TransferFailed
 from crossdock.core.request import Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
 from crossdock.decode.part import DecodePart
@@ -88,7 +98,10 @@ class OfflineEngine:
         self._engine = Engine(model.executor, tables, self._parts, config.chunk_tokens, config.max_num_seqs)
         self._num_requests = 0
         self.times = StepTimes()
-        self.num_preemptions = lambda: decode.num_preemptions
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._parts[0].num_preemptions
 
     def add(self, prompt: Seq[int], params: SamplingParams) -> tuple[RequestId, Answer]:
         """Queue a request; its answer grows while `step` runs."""

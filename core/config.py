@@ -14,12 +14,12 @@ class EngineConfig:
     device: str = "auto"
     """``cpu``, ``cuda``, ``cuda:1`` or ``auto``: a GPU if there is one."""
     dtype: str = "auto"
-    """Weights, activations and KV: ``float32``, ``bfloat16`` or ``auto`` (the checkpoint's on a GPU, float32 on a CPU)."""
+    """Weights, activations and KV; ``auto`` is the checkpoint's dtype on a GPU, float32 on a CPU."""
     load_format: str = "auto"
     """``auto`` reads the weights; ``dummy`` draws them at random, from ``config.json`` alone, for benchmarks."""
     block_size: int = 16
     kv_bytes: int | None = None
-    """Memory of the pool; ``num_blocks`` overrides it. Unset: `CPU_KV_BYTES`, or what ``gpu_memory_utilization`` leaves."""
+    """Memory of the pool; ``num_blocks`` overrides it. Unset: `CPU_KV_BYTES`, or what is left on a GPU."""
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, activations, graphs and pool may take together."""

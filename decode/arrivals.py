@@ -39,10 +39,13 @@ class Arrival:
     """One offered request.
 
     ``receiver`` exists once it has blocks. ``sequence`` owns them until it is handed on or ended; the receiver stays
-    a while longer to answer what is repeated, and as long as its blocks are quarantined.
+    a while longer to answer what is repeated, and as long as its blocks are quarantined. The offer with its prompt
+    does not stay.
     """
 
-    offer: Offer
+    transfer_id: TransferId
+    request_id: RequestId
+    router: Peer
     sender: Peer
     sequence: Sequence | None
     receiver: Receiver | None = None
@@ -97,7 +100,7 @@ class Arrivals:
         arrival = self._arrivals.get(offer.transfer_id)
         if arrival is not None:
             if arrival.receiver is not None:
-                self._act(arrival, arrival.receiver.offered(now), Delivery(sender, offer))
+                self._act(arrival, arrival.receiver.offered(now))
             return
         reason = refuse_unfit(offer.request, self._card.vocab_size, self._card.max_model_len)
         if offer.request.request_id in self._aborted:
@@ -105,7 +108,8 @@ class Arrivals:
         if reason is not None:
             self._outbox.send(sender, Rejected(transfer_id=offer.transfer_id, reason=reason))
             return
-        arrival = Arrival(offer, sender, Sequence.of(offer.request))
+        request = offer.request
+        arrival = Arrival(offer.transfer_id, request.request_id, offer.router, sender, Sequence.of(request))
         self._arrivals[offer.transfer_id] = arrival
         self._queue.append(arrival)
         self.reserve(now)
@@ -128,8 +132,8 @@ class Arrivals:
         tables.grow(sequence, sequence.num_prompt)
         lease = self._leases.grant(arrival.sender.incarnation, self._lease_seconds, now)
         blocks = sequence.blocks[first_missing:]
-        arrival.receiver = Receiver(arrival.offer.transfer_id, lease, first_missing, blocks, self._group_bytes)
-        self._act(arrival, arrival.receiver.offered(now), Delivery(arrival.sender, arrival.offer))
+        arrival.receiver = Receiver(arrival.transfer_id, lease, first_missing, blocks, self._group_bytes)
+        self._act(arrival, arrival.receiver.offered(now))
         return True
 
     def _advance(self, message: Push | Renew | Commit | Cancel, delivery: Delivery, now: float) -> None:
@@ -145,10 +149,10 @@ class Arrivals:
         elif isinstance(message, Cancel) and delivery.sender.incarnation == arrival.sender.incarnation:
             self._unqueue(arrival)
 
-    def _act(self, arrival: Arrival, actions: ReceiverActions, delivery: Delivery) -> None:
-        """Do what the transfer's state machine asks for."""
+    def _act(self, arrival: Arrival, actions: ReceiverActions, delivery: Delivery | None = None) -> None:
+        """Do what the transfer's state machine asks for after ``delivery``, or by itself."""
         if actions.lands:
-            assert isinstance(delivery.message, Push), "only a push brings bytes"
+            assert delivery is not None and isinstance(delivery.message, Push), "only a push brings bytes"
             self._land(delivery.message, delivery.payload)
         if actions.change is not None:
             self._change(arrival, actions.change)
@@ -177,21 +181,21 @@ class Arrivals:
         sequence.num_scheduled = sequence.num_computed = sequence.num_prompt
         self._tables.publish(sequence)
         if sequence.append(first_token_id) is None:
-            self._attach(Handover(sequence, arrival.offer.router))
+            self._attach(Handover(sequence, arrival.router))
         else:
             self._tables.release(sequence)
 
     def _unqueue(self, arrival: Arrival) -> None:
         """Forget an offer that never got blocks."""
         self._queue.remove(arrival)
-        del self._arrivals[arrival.offer.transfer_id]
+        del self._arrivals[arrival.transfer_id]
 
     # --- ends ----------------------------------------------------------------------------------
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """The client is gone, or the other leg failed; an offer still on its way will be rejected."""
         self._aborted[request_id] = now + TOMBSTONE_SECONDS
-        for arrival in self._where(lambda arrival: arrival.offer.request.request_id == request_id):
+        for arrival in self._where(lambda arrival: arrival.request_id == request_id):
             self._revoke(arrival, "aborted by the client", now)
 
     def lose(self, peer: Peer, now: float) -> None:
@@ -200,8 +204,8 @@ class Arrivals:
             if arrival.receiver is None:
                 self._unqueue(arrival)
             else:
-                self._act(arrival, arrival.receiver.lose(now), Delivery(peer, arrival.offer))
-        for arrival in self._where(lambda arrival: arrival.offer.router == peer):
+                self._act(arrival, arrival.receiver.lose(now))
+        for arrival in self._where(lambda arrival: arrival.router == peer):
             self._revoke(arrival, "the router is gone", now)
 
     def sweep(self, now: float) -> None:
@@ -209,10 +213,10 @@ class Arrivals:
         for arrival in list(self._arrivals.values()):
             if arrival.receiver is None:
                 continue
-            self._act(arrival, arrival.receiver.tick(now), Delivery(arrival.sender, arrival.offer))
+            self._act(arrival, arrival.receiver.tick(now))
             if arrival.receiver.is_ended:
                 self._leases.end(arrival.receiver.lease)
-                del self._arrivals[arrival.offer.transfer_id]
+                del self._arrivals[arrival.transfer_id]
         self._aborted = {request_id: until for request_id, until in self._aborted.items() if until > now}
         self.reserve(now)
 
@@ -221,7 +225,7 @@ class Arrivals:
 
     def _revoke(self, arrival: Arrival, reason: str, now: float) -> None:
         if arrival.receiver is None:
-            self._outbox.send(arrival.sender, Rejected(transfer_id=arrival.offer.transfer_id, reason=reason))
+            self._outbox.send(arrival.sender, Rejected(transfer_id=arrival.transfer_id, reason=reason))
             self._unqueue(arrival)
         elif arrival.sequence is not None:
-            self._act(arrival, arrival.receiver.revoke(reason, now), Delivery(arrival.sender, arrival.offer))
+            self._act(arrival, arrival.receiver.revoke(reason, now))

@@ -1,4 +1,4 @@
-"""Matrix products of few rows, bound by reading the weight once: ``x [m, k] @ weight [n, k].T`` for 1 to 32 rows.
+"""Matrix products of few rows, bound by reading the weight once: ``x [m, k] @ weight [n, k].T`` for 1 to 16 rows.
 
 One row multiplies in float32 lanes, several rows on the matrix units with the weight as the left operand. Every program
 reads its first piece of the weight before it waits for the kernel before it: that hides the start of each product
@@ -16,7 +16,8 @@ from torch import Tensor
 from .activation import silu
 from .dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
-MAX_ROWS = 32
+MAX_ROWS = 16
+"""With more, cuBLAS is faster."""
 NUM_PARTS = 4
 FEWEST_UNSPLIT = 80
 
@@ -57,18 +58,19 @@ def gemv_silu(x: Tensor, weight: Tensor, out: Tensor, norm: InputNorm | None = N
     _launch(x, weight, out, out, norm, "silu", len(weight) // 2)
 
 
-def tile_for_one_row(depth: int, is_gated: bool) -> Tile:
+def tile_for_one_row(weight: Tensor, is_gated: bool) -> Tile:
     """Whole rows at once, and 16 KiB at least: all of it is on its way before the wait."""
-    depth = min(16384, triton.next_power_of_2(depth))
-    return Tile(max(1, 8192 // depth // (2 if is_gated else 1)), depth, num_warps=8)
+    depth = min(32768 // weight.itemsize, triton.next_power_of_2(weight.shape[1]))
+    return Tile(max(1, 16384 // weight.itemsize // depth // (2 if is_gated else 1)), depth, num_warps=8)
 
 
-def tile_for_few_rows(num_outputs: int, depth: int, is_gated: bool) -> Tile:
+def tile_for_few_rows(weight: Tensor, is_gated: bool) -> Tile:
     """The fewer the programs, the more each must have on its way; very few are split."""
-    num_programs, depth = triton.cdiv(num_outputs, 64), max(16, min(128, triton.next_power_of_2(depth)))
+    num_programs = triton.cdiv(len(weight), 64)
+    depth = max(16, min(256 // weight.itemsize, triton.next_power_of_2(weight.shape[1])))
     if num_programs < FEWEST_UNSPLIT and not is_gated:
         return Tile(64, depth, NUM_PARTS, num_stages=4)
-    return Tile(64, depth, num_stages=6 if num_programs < 132 else 4)
+    return Tile(64, depth, num_stages=6 if num_programs < 132 and not is_gated else 4)
 
 
 @cache
@@ -91,7 +93,7 @@ def _launch(
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous(), "rows lie one after the other"
     early, is_gated = dependent_launch(x.device), epilogue == "silu"
     if num_rows == 1:
-        tile = tile_for_one_row(depth, is_gated)
+        tile = tile_for_one_row(weight, is_gated)
         _one_row[(triton.cdiv(num_outputs, tile.rows),)](
             x, weight, out, addend, x if norm is None else norm.weight, 0.0 if norm is None else norm.eps, num_outputs,
             K=depth, EPILOGUE=epilogue, HAS_NORM=norm is not None, ROWS=tile.rows, DEPTH=tile.depth,
@@ -99,11 +101,11 @@ def _launch(
         )  # fmt: skip
         return
     assert norm is None, "several rows are normed beforehand"
-    tile = tile_for_few_rows(num_outputs, depth, is_gated)
+    tile = tile_for_few_rows(weight, is_gated)
     parts = x.new_empty(tile.num_parts if tile.num_parts > 1 else 0, MAX_ROWS, num_outputs, dtype=torch.float32)
     _few_rows[(triton.cdiv(num_outputs, tile.rows), tile.num_parts)](
         x, weight, out, addend, parts, arrivals(x.device), num_rows, num_outputs,
-        K=depth, EPILOGUE=epilogue, NUM_PARTS=tile.num_parts, BATCH=16 if num_rows <= 16 else MAX_ROWS,
+        K=depth, EPILOGUE=epilogue, NUM_PARTS=tile.num_parts, BATCH=MAX_ROWS,
         ROWS=tile.rows, DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages, **early,
     )  # fmt: skip
 

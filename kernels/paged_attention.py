@@ -110,7 +110,7 @@ def prefill_attention(
 
 def decode_tile(block_m: int, row_bytes: int) -> tuple[int, int, int]:
     """``BLOCK_N, num_warps, num_stages`` for keys of ``row_bytes``; measured on an H200 at 256."""
-    return max(16, DECODE_TILE_BYTES // row_bytes), 4 if block_m < 128 else 8, 4
+    return max(16, DECODE_TILE_BYTES // row_bytes), 4 if block_m < 128 else 8, 3
 
 
 def prefill_tile(group: int, row_bytes: int) -> tuple[int, int, int, int]:

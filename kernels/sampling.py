@@ -42,13 +42,14 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     best = _best(logits)
     kept = None
     if params.any_top_k:
-        kept = _keep(logits, best, params, _search(logits, best, params, None, by_count=True), not params.any_top_p)
-    elif params.any_top_p:
-        kept = _keep(logits, best, params, None, False)
+        search = _search(logits, best, params, None, by_count=True)
+        kept = _keep(logits, best, params, search, is_last=not params.any_top_p)
     if params.any_top_p:
-        kept = _keep(logits, best, params, _search(logits, best, params, kept, by_count=False), True)
-    elif kept is None:
-        kept = _keep(logits, best, params, None, True)
+        before = _keep(logits, best, params, None, is_last=False) if kept is None else kept
+        search = _search(logits, best, params, before, by_count=False)
+        kept = _keep(logits, best, params, search, is_last=True)
+    if kept is None:
+        kept = _keep(logits, best, params, None, is_last=True)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     _draw[(len(logits),)](
         logits, *best, kept.floors, kept.masses, params.temperature, params.top_k, params.min_p,
@@ -60,7 +61,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TopLogprobs:
     """Log-probabilities of ``token_ids [n]`` and of the ``num_top`` likeliest under ``logits [n, vocab]``."""
     best = _best(logits)
-    kept = _keep(logits, best, SamplingTensors.neutral(len(logits), logits.device), None, True)
+    kept = _keep(logits, best, SamplingTensors.neutral(len(logits), logits.device), None, is_last=True)
     found = TopLogprobs(
         torch.empty(len(logits), dtype=torch.float32, device=logits.device),
         torch.empty(len(logits), num_top, dtype=torch.int64, device=logits.device),

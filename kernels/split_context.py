@@ -13,6 +13,7 @@ from torch import Tensor
 SPLIT_TOKENS = 64
 ITEM_FIELDS = 8
 PROGRAMS_A_PROCESSOR = 2
+MAX_SHARING_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,13 @@ def decode_workspace(
     num_programs: int | None = None,
 ) -> DecodeWorkspace:
     """``num_programs``, of all KV heads together, is what few long contexts are cut into; by default it fills a GPU."""
+    num_part_rows = max_query_len * num_heads // num_kv_heads
     if num_programs is None:
-        num_programs = PROGRAMS_A_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+        num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+        if num_part_rows <= MAX_SHARING_ROWS:
+            num_programs *= PROGRAMS_A_PROCESSOR
     num_extra_items = max(1, num_programs // num_kv_heads)
-    parts = (max_rows + num_extra_items, num_kv_heads, max_query_len * num_heads // num_kv_heads)
+    parts = (max_rows + num_extra_items, num_kv_heads, num_part_rows)
     return DecodeWorkspace(
         items=torch.full((parts[0], ITEM_FIELDS), -1, dtype=torch.int32, device=device),
         spans=torch.zeros(max_rows, 2, dtype=torch.int32, device=device),
@@ -75,8 +79,8 @@ def plan_decode(lengths: Tensor, workspace: DecodeWorkspace, window: int = 0) ->
     """
     num_rows = len(lengths)
     _plan_decode[(1,)](
-        lengths, workspace.items, workspace.spans, num_rows, workspace.num_extra_items, window + workspace.max_query_len - 1,
-        HAS_WINDOW=window > 0, MAX_ROWS=triton.next_power_of_2(num_rows),
+        lengths, workspace.items, workspace.spans, num_rows, workspace.num_extra_items,
+        window + workspace.max_query_len - 1, HAS_WINDOW=window > 0, MAX_ROWS=triton.next_power_of_2(num_rows),
         MAX_ITEMS=triton.next_power_of_2(num_items(num_rows, workspace)),
         SPLIT_TOKENS=SPLIT_TOKENS, ITEM_FIELDS=ITEM_FIELDS, num_warps=4,
     )  # fmt: skip

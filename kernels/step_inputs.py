@@ -1,7 +1,7 @@
 """The start of a step on the device: block tables brought up to date, and ids that only the device knows filled in.
 
-Every sequence has a *seat*, a row of ``seats int32 [num_seats, max_blocks]`` that lists its blocks from step to step, so
-that a step uploads only what is new. A step's own tables stand in the order of its rows.
+Every sequence has a *seat*, a row of ``seats int32 [num_seats, max_blocks]`` that lists its blocks from step to step,
+so that a step uploads only what is new. A step's own tables stand in the order of its rows.
 """
 
 import triton

@@ -211,6 +211,7 @@ class Receiver:
         if any(self._missing):
             return NOTHING
         self.state = ReceiverState.ATTACHED
+        self._missing.clear()
         self._next_event = now + LINGER_LEASES * self.lease.seconds
         return ReceiverActions((Attached(transfer_id=self.transfer_id),), change=Change.ATTACH)
 

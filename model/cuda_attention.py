@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..kernels.norm_rope import norm_rope_store
 from ..kernels.paged_attention import decode_attention, prefill_attention
@@ -17,8 +15,6 @@ from .layers import DecoderLayer
 from .rope import Rope
 from .spec import DecoderSpec
 from .step_shapes import MAX_SHORT_PROMPTS, SHORT_PROMPT
-
-WHOLE_PROMPT_STEP = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class DeviceDecodes:
 class DevicePrompts:
     """The rows behind: ``query_starts int32 [n + 1]``, ``starts, lengths int32 [n]``, ``tables int32 [n, max_blocks]``.
 
-    The host knows whether all are at most `SHORT_PROMPT` tokens, and their positions unless they are replayed.
+    ``is_short``: none is longer than `SHORT_PROMPT` tokens.
     """
 
     query_starts: Tensor
@@ -41,12 +37,11 @@ class DevicePrompts:
     lengths: Tensor
     tables: Tensor
     is_short: bool
-    spans: tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """A step's rows on the device, int32 all: ``token_ids, positions, slots [num_tokens]``, ``outputs [num_outputs]``."""
+    """A step's rows on the device, int32: ``token_ids, positions, slots [num_tokens]``, ``outputs [num_outputs]``."""
 
     token_ids: Tensor
     positions: Tensor
@@ -110,29 +105,26 @@ class _CudaStep:
     def __call__(self, index: int, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         spec, kv, window = self.spec, self.kv.layers[index], self.spec.windows[index] or 0
         self._store(layer, qkv, kv)
-        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        q = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.num_heads]
         out = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim)
         first = 0
         if decodes := self.batch.decodes:
             first = len(decodes.lengths)
             decode_attention(
-                heads[:first, : spec.num_heads], kv, decodes.tables, decodes.lengths, out[:first],
+                q[:first], kv, decodes.tables, decodes.lengths, out[:first],
                 self.decode_workspaces[window], spec.attention_scale, window,
             )  # fmt: skip
         if prompts := self.batch.prompts:
-            self._attend_prompts(prompts, heads[first:], kv, out[first:], window)
+            self._attend_prompts(prompts, q[first:], kv, out[first:], window)
         return out.view(len(qkv), -1)
 
-    def _attend_prompts(self, prompts: DevicePrompts, heads: Tensor, kv: Tensor, out: Tensor, window: int) -> None:
-        q, scale = heads[:, : self.spec.num_heads], self.spec.attention_scale
+    def _attend_prompts(self, prompts: DevicePrompts, q: Tensor, kv: Tensor, out: Tensor, window: int) -> None:
+        query_starts, scale = prompts.query_starts, self.spec.attention_scale
         if prompts.is_short:
-            workspace, starts = self.short_workspaces[window], prompts.query_starts
-            decode_attention(q, kv, prompts.tables, prompts.lengths, out, workspace, scale, window, 0.0, starts)
-        elif is_whole_prompt(prompts.spans, heads.dtype, window):
-            attend_whole_prompt(heads, out, self.spec.num_heads, scale)
+            workspace = self.short_workspaces[window]
+            decode_attention(q, kv, prompts.tables, prompts.lengths, out, workspace, scale, window, 0.0, query_starts)
         else:
-            starts = (prompts.query_starts, prompts.starts)
-            prefill_attention(q, kv, *starts, prompts.tables, out, scale, window)
+            prefill_attention(q, kv, query_starts, prompts.starts, prompts.tables, out, scale, window)
 
     def _store(self, layer: DecoderLayer, qkv: Tensor, kv: Tensor) -> None:
         q_norm, k_norm, table = layer.q_norm, layer.k_norm, self.rotations
@@ -140,22 +132,3 @@ class _CudaStep:
             qkv, kv, table.cos, table.sin, self.batch.positions, self.batch.slots, self.spec.num_heads,
             q_norm.weight if q_norm else None, k_norm.weight if k_norm else None, q_norm.eps if q_norm else 0.0,
         )  # fmt: skip
-
-
-def is_whole_prompt(spans: tuple[range, ...], dtype: torch.dtype, window: int) -> bool:
-    """Whether cuDNN attends to these prompts, faster than our kernel does: one long prompt from its beginning on.
-
-    It makes a plan for every length, which takes longer than it gains, so lengths are few.
-    """
-    if len(spans) != 1 or window or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    return spans[0].start == 0 and len(spans[0]) % WHOLE_PROMPT_STEP == 0
-
-
-def attend_whole_prompt(heads: Tensor, out: Tensor, num_heads: int, scale: float) -> None:
-    """``heads [num_tokens, num_heads + 2 * num_kv_heads, head_dim]`` -> ``out [num_tokens, num_heads, head_dim]``."""
-    num_kv_heads = (heads.shape[1] - num_heads) // 2
-    q, k, v = (x.transpose(0, 1)[None] for x in heads.split([num_heads, num_kv_heads, num_kv_heads], 1))
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    out.copy_(attended[0].transpose(0, 1))

@@ -143,5 +143,3 @@ class CudaRunner:
         token_ids = self._stream.host_memory(num_sampled, torch.int64)
         token_ids.copy_(self._inputs.sampled[:num_sampled], non_blocking=True)
         return RunningStep(packed, marks, self._stream.mark(), token_ids, logprobs, scores)
-
-

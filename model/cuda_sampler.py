@@ -45,18 +45,16 @@ class Wishes:
     """What the sequence in each seat wants, as columns; the last row is that of no sequence."""
 
     def __init__(self, num_seats: int) -> None:
-        def column(kind: str, fill: float = 0) -> NDArray[np.generic]:
-            return np.full(num_seats + 1, fill, dtype=kind)
-
-        self.is_plain = column("bool", True)
-        self.top_p = column("float64", 1.0)
-        self.seed = column("int64")
-        self.temperature = column("float32")
-        self.min_p = column("float32")
-        self.top_k = column("int32")
-        self.repetition = column("float32", 1.0)
-        self.presence = column("float32")
-        self.frequency = column("float32")
+        num_rows = num_seats + 1
+        self.is_plain = np.full(num_rows, True)
+        self.top_p = np.ones(num_rows, np.float64)
+        self.seed = np.zeros(num_rows, np.int64)
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.min_p = np.zeros(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int32)
+        self.repetition = np.ones(num_rows, np.float32)
+        self.presence = np.zeros(num_rows, np.float32)
+        self.frequency = np.zeros(num_rows, np.float32)
 
     def note(self, seat: int, params: SamplingParams) -> None:
         is_greedy = params.is_greedy or params.top_k == 1
@@ -113,7 +111,7 @@ class CudaSampler:
         return self._logprobs(logits, drawn, MAX_LOGPROBS) if wants_logprobs else None
 
     def score(self, chunk: Chunk, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> list[HostLogprobs]:
-        """Log-probabilities of the prompt tokens behind each of the chunk's rows ``hidden [num_tokens, hidden_size]``."""
+        """Log-probabilities of the prompt's tokens behind each of the chunk's rows ``hidden [num_tokens, size]``."""
         ids = np.array(next_prompt_ids(chunk), dtype=np.int64)
         on_device = self._to_device(ids)
         spans = [slice(first, first + SCORED_AT_ONCE) for first in range(0, len(ids), SCORED_AT_ONCE)]
@@ -124,10 +122,16 @@ class CudaSampler:
     def _tensors(self, packed: PackedStep) -> SamplingTensors:
         wishes, seats = self._wishes, packed.sampled_seats
         indices = np.array([0 if c is None else c.output_index for c in packed.sampled], dtype=np.int64)
-        columns = (wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.seed)
-        tensors = [self._to_device(column[seats]) for column in columns]
-        has_top_k, has_top_p = wishes.top_k[seats] > 0, wishes.top_p[seats] < 1
-        return SamplingTensors(*tensors, self._to_device(indices), bool(has_top_k.any()), bool(has_top_p.any()))
+        return SamplingTensors(
+            temperature=self._to_device(wishes.temperature[seats]),
+            top_k=self._to_device(wishes.top_k[seats]),
+            top_p=self._to_device(wishes.top_p[seats]),
+            min_p=self._to_device(wishes.min_p[seats]),
+            seed=self._to_device(wishes.seed[seats]),
+            output_index=self._to_device(indices),
+            any_top_k=bool((wishes.top_k[seats] > 0).any()),
+            any_top_p=bool((wishes.top_p[seats] < 1).any()),
+        )
 
     def _adjust(self, packed: PackedStep, logits: Tensor) -> Tensor:
         """Bias, penalties and barred tokens, in this order; ``logits`` itself where there are none, else a copy."""

@@ -33,28 +33,41 @@ _log = logging.getLogger("crossdock.gpu")
 def build_on_gpu(plan: EnginePlan, device: torch.device) -> BuiltEngine:
     """Raises ``ValueError`` if the pool finds no room."""
     torch.cuda.set_device(device)
-    started_at = time.perf_counter()
-    stream = CudaStream(device)
+    stream, phases = CudaStream(device), _Phases()
     warm_up = WarmUp(plan, lambda: CudaStream(device))
     transformer = build_network(plan, stream)
-    loaded_at = time.perf_counter()
+    phases.end("weights")
     warm_up.finish()
     del warm_up  # and its memory
-    compiled_at = time.perf_counter()
+    phases.end("kernels")
     num_blocks = _num_blocks(plan, transformer, stream)
-    measured_at = time.perf_counter()
+    phases.end("largest step")
     free_before, _ = torch.cuda.mem_get_info(device)
     executor = build_executor(plan, transformer, num_blocks, stream)
     torch.cuda.synchronize(device)
-    free, _ = torch.cuda.mem_get_info(device)
-    graph_bytes = free_before - free - num_blocks * plan.layout.block_bytes
+    phases.end("graphs")
+    pool_bytes = num_blocks * plan.layout.block_bytes
+    other_bytes = free_before - torch.cuda.mem_get_info(device)[0] - pool_bytes
     _log.info(
-        "weights in %.1f s, kernels %.1f s later, largest step measured in %.1f s, pool of %d blocks (%.1f GiB) and "
-        "%d graphs (%.2f GiB) in %.1f s",
-        loaded_at - started_at, compiled_at - loaded_at, measured_at - compiled_at, num_blocks, num_blocks * plan.layout.block_bytes / GIB,
-        len(list(StepShapes(plan.config.max_num_seqs).graphed())), graph_bytes / GIB, time.perf_counter() - measured_at,
+        "ready: %s; pool of %d blocks (%.1f GiB), graphs and buffers %.2f GiB",
+        phases, num_blocks, pool_bytes / GIB, other_bytes / GIB,
     )  # fmt: skip
     return BuiltEngine(executor, num_blocks)
+
+
+class _Phases:
+    """How long each phase took."""
+
+    def __init__(self) -> None:
+        self._begun_at = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        now = time.perf_counter()
+        self._seconds[name], self._begun_at = now - self._begun_at, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
 
 
 def build_network(plan: EnginePlan, stream: DeviceStream, num_programs: int | None = None) -> Transformer[DeviceBatch]:
@@ -126,5 +139,5 @@ def empty_prompt(plan: EnginePlan, num_tokens: int, device: torch.device) -> Dev
     tables = torch.zeros(GRAPHED_PROMPTS, plan.layout.num_blocks_for(num_tokens), dtype=torch.int32, device=device)
     starts, lengths = ints(0, *none), ints(num_tokens, *none)
     query_starts = ints(0, *[num_tokens] * GRAPHED_PROMPTS)
-    prompts = DevicePrompts(query_starts, starts, lengths, tables, False, (range(num_tokens),))
+    prompts = DevicePrompts(query_starts, starts, lengths, tables, False)
     return DeviceBatch(zeros, zeros, zeros - 1, None, prompts, ints(num_tokens - 1))

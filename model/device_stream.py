@@ -1,4 +1,4 @@
-"""What a step needs of a GPU beside kernels: memory that copies itself, events, graphs. Thin, so that tests can do without."""
+"""What a step needs of a GPU beside kernels: memory to copy from, events, graphs; thin, so that tests do without."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

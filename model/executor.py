@@ -75,7 +75,7 @@ def wanted_rows(chunks: Seq[Chunk]) -> WantedRows:
 def scores_prompt(chunk: Chunk) -> bool:
     """Whether log-probabilities of prompt tokens are wanted from this chunk."""
     sequence = chunk.sequence
-    return sequence.request.params.prompt_logprobs is not None and chunk.start < sequence.num_prompt
+    return chunk.start < sequence.num_prompt and sequence.request.params.prompt_logprobs is not None
 
 
 def known_ids(chunk: Chunk) -> list[int]:

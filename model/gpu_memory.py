@@ -28,10 +28,10 @@ class GpuMemory:
         if num_blocks < at_least:
             raise ValueError(
                 f"no room for the KV pool: {self.utilization:g} of {_gib(self.total)} is "
-                f"{_gib(int(self.total * self.utilization))}, of which {_gib(self.in_use)} are in use, the largest step "
-                f"takes {_gib(self.activations)} and graphs {_gib(self.graphs)}; that leaves {_gib(self.for_pool)}, and "
-                f"{at_least} blocks take {_gib(at_least * block_bytes)}. A higher gpu_memory_utilization, fewer "
-                "chunk_tokens or a smaller max_num_seqs help"
+                f"{_gib(int(self.total * self.utilization))}, of which {_gib(self.in_use)} are in use, the largest "
+                f"step takes {_gib(self.activations)} and graphs {_gib(self.graphs)}; that leaves "
+                f"{_gib(self.for_pool)}, and {at_least} blocks take {_gib(at_least * block_bytes)}. A higher "
+                "gpu_memory_utilization, fewer chunk_tokens or a smaller max_num_seqs help"
             )
         return num_blocks
 

@@ -38,7 +38,7 @@ class StepInputs:
         """Copy a step to memory of its own and begin it."""
         self._seat(packed.arrays)
         fields = self._copied(_fields(packed.arrays))
-        return self._begun(packed.shape, fields, packed.prompt_spans)
+        return self._begun(packed.shape, fields)
 
     def refill(self, packed: PackedStep) -> None:
         """Copy a step to where the graph of its shape reads it."""
@@ -48,16 +48,16 @@ class StepInputs:
 
     def begin(self, shape: StepShape) -> DeviceBatch:
         """Launch the beginning of a step of this shape, whichever one `refill` has put in its place."""
-        return self._begun(shape, _cut(self._fixed, _sizes(shape)), ())
+        return self._begun(shape, _cut(self._fixed, _sizes(shape)))
 
-    def _begun(self, shape: StepShape, fields: list[Tensor], spans: tuple[range, ...]) -> DeviceBatch:
+    def _begun(self, shape: StepShape, fields: list[Tensor]) -> DeviceBatch:
         token_ids, positions, slots, lengths, rows, query_starts, starts, outputs = fields
         tables, first = self._tables[: shape.num_sequences], shape.num_decodes
         begin_step(token_ids, rows.view(-1, ROW_FIELDS), self.sampled, self._seats, tables)
         decodes = DeviceDecodes(lengths[:first], tables[:first]) if first else None
         prompts = None
         if shape.num_prompts:
-            prompts = DevicePrompts(query_starts, starts, lengths[first:], tables[first:], shape.is_short, spans)
+            prompts = DevicePrompts(query_starts, starts, lengths[first:], tables[first:], shape.is_short)
         return DeviceBatch(token_ids, positions, slots, decodes, prompts, outputs if shape.num_prompts else None)
 
     def _seat(self, arrays: StepArrays) -> None:

@@ -46,14 +46,13 @@ class PackedStep:
     """A step as its executor launches it.
 
     ``sampled [num_sequences]`` are the chunks whose tokens are drawn, ``None`` where none is wanted; ``sampled_seats``
-    their seats, or -1. ``scored`` are the chunks whose prompts' log-probabilities are wanted. ``prompt_spans`` are the
-    prompts' positions. ``newcomers`` were seated by this step.
+    their seats, or -1. ``scored`` are the chunks whose prompts' log-probabilities are wanted. ``newcomers`` were seated
+    by this step.
     """
 
     number: int
     shape: StepShape
     arrays: StepArrays
-    prompt_spans: tuple[range, ...]
     sampled: tuple[Chunk | None, ...]
     sampled_seats: Ints
     scored: tuple[Chunk, ...]
@@ -83,17 +82,16 @@ class StepPacker:
         prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
         shape = self._shapes.padded(len(decodes), [chunk.num_tokens for chunk in prompts])
         step = _StepInMaking(shape, self._number, self._block_size, self._seats, previous.places() if previous else {})
-        for chunk in decodes:
-            step.add_decode(chunk)
-        step.pad(shape.num_decodes)
-        for chunk in prompts:
-            step.add_prompt(chunk)
-        step.pad(shape.num_sequences)
+        step.add_decodes(decodes)
+        step.add_prompts(prompts)
         return step.packed()
 
 
 class _StepInMaking:
-    """Collects a step chunk by chunk; ``place_of`` says where the step before drew a sequence's pending token."""
+    """Collects a step, column by column: in Python a loop over 256 sequences costs as much as all of numpy here.
+
+    ``place_of`` says where the step before drew a sequence's pending token.
+    """
 
     def __init__(
         self, shape: StepShape, number: int, block_size: int, seats: Seats, place_of: Mapping[int, int]
@@ -104,98 +102,97 @@ class _StepInMaking:
         self._seats = seats
         self._place_of = place_of
         self._chunks: list[Chunk | None] = []
-        self._rows: list[tuple[int, ...]] = []
-        self._last_rows: list[int] = []
+        self._prompts: Seq[Chunk] = ()
         self._token_ids: list[int] = []
+        self._rows = np.tile(_ints(PADDED_ROW), (shape.num_sequences, 1))
+        self._lengths: Ints = np.zeros(shape.num_sequences, dtype=np.int32)
+        self._last_rows: Ints = np.zeros(shape.num_sequences, dtype=np.int32)
+        self._last_rows[: shape.num_decodes] = range(shape.num_decodes)
         self._segments: list[tuple[int, int, int, int]] = []
         self._blocks: list[int] = []
 
-    def add_decode(self, chunk: Chunk) -> None:
-        sequence = chunk.sequence
-        if chunk.takes_pending:
-            pending, token_id = self._place_of[id(sequence)], 0
-        else:
-            pending, token_id = -1, sequence.token_ids[chunk.start]
-        self._token_ids.append(token_id)
-        self._add_row(chunk, pending)
+    def add_decodes(self, chunks: Seq[Chunk]) -> None:
+        """Padded with sequences that have a token each."""
+        self._token_ids = [0 if c.takes_pending else c.sequence.token_ids[c.start] for c in chunks]
+        self._token_ids += [0] * (self._shape.num_decodes - len(chunks))
+        self._add(chunks, 0, self._shape.num_decodes)
 
-    def add_prompt(self, chunk: Chunk) -> None:
-        self._token_ids += known_ids(chunk)
-        self._add_row(chunk, self._place_of[id(chunk.sequence)] if chunk.takes_pending else -1)
+    def add_prompts(self, chunks: Seq[Chunk]) -> None:
+        """Behind the decodes, padded with sequences that have no token."""
+        first, self._prompts = self._shape.num_decodes, chunks
+        ends = first + np.cumsum([chunk.num_tokens for chunk in chunks], dtype=np.int32)
+        self._last_rows[first : first + len(chunks)] = ends - 1
+        for chunk in chunks:
+            self._token_ids += known_ids(chunk)
+        self._add(chunks, first, self._shape.num_prompts)
 
-    def pad(self, num_sequences: int) -> None:
-        """With sequences that have nothing: a token each among the decode rows, none among the prompts."""
-        num_missing = num_sequences - len(self._rows)
-        self._rows += [PADDED_ROW] * num_missing
-        self._chunks += [None] * num_missing
-        if num_sequences == self._shape.num_decodes:
-            self._last_rows += range(len(self._token_ids), num_sequences)
-            self._token_ids += [0] * num_missing
-        else:
-            self._last_rows += [0] * num_missing
+    def _add(self, chunks: Seq[Chunk], first: int, num_padded: int) -> None:
+        """Sequences ``first`` on, and those of their blocks that their seats do not know."""
+        self._chunks += [*chunks, *[None] * (num_padded - len(chunks))]
+        seats = [self._seats.take(chunk.sequence, self._number) for chunk in chunks]
+        here = slice(first, first + len(chunks))
+        self._lengths[here] = [chunk.start + chunk.num_tokens for chunk in chunks]
+        last_columns = (self._lengths[here] - 1) // self._block_size
+        known = _ints(seat.num_blocks for seat in seats)
+        for index in np.flatnonzero(known <= last_columns):
+            self._grow(seats[index], chunks[index], int(last_columns[index]))
+        rows, place_of = self._rows[here], self._place_of
+        rows[:, 0] = self._last_rows[here]
+        rows[:, 1] = [place_of[id(chunk.sequence)] if chunk.takes_pending else -1 for chunk in chunks]
+        rows[:, 2] = [seat.number for seat in seats]
+        rows[:, 3] = last_columns
+        rows[:, 4] = [chunk.blocks[last] for chunk, last in zip(chunks, last_columns.tolist(), strict=True)]
 
-    def _add_row(self, chunk: Chunk, pending: int) -> None:
-        """The sequence whose tokens came last, and all of its blocks but the last one that its seat does not know."""
-        seat = self._seats.take(chunk.sequence, self._number)
-        last = (chunk.start + chunk.num_tokens - 1) // self._block_size
+    def _grow(self, seat: Seat, chunk: Chunk, last: int) -> None:
+        """The last block travels with the sequence's row."""
         if (known := seat.num_blocks) < last:
             self._segments.append((seat.number, known, last - known, len(self._blocks)))
             self._blocks += chunk.blocks[known:last]
         seat.num_blocks = last + 1
-        last_row = len(self._token_ids) - 1
-        self._rows.append((last_row, pending, seat.number, last, chunk.blocks[last], 0, 0, 0))
-        self._last_rows.append(last_row)
-        self._chunks.append(chunk)
 
     def packed(self) -> PackedStep:
-        rows = _ints(self._rows)
-        sampled = tuple(chunk if chunk is not None and chunk.samples else None for chunk in self._chunks)
-        scored = [(chunk, row) for chunk, row in zip(self._chunks, self._last_rows, strict=True) if _is_scored(chunk)]
-        prompts = [chunk for chunk in self._chunks[self._shape.num_decodes :] if chunk is not None]
+        sampled = tuple([chunk if chunk is not None and chunk.samples else None for chunk in self._chunks])
+        scored = [number for number, chunk in enumerate(self._chunks) if chunk is not None and scores_prompt(chunk)]
         return PackedStep(
             number=self._number,
             shape=self._shape,
-            arrays=self._arrays(rows, prompts, scored),
-            prompt_spans=tuple(range(chunk.start, chunk.end) for chunk in prompts),
+            arrays=self._arrays(scored),
             sampled=sampled,
-            sampled_seats=np.where([chunk is not None for chunk in sampled], rows[:, 2], -1),
-            scored=tuple(chunk for chunk, _ in scored if chunk is not None),
+            sampled_seats=np.where([chunk is not None for chunk in sampled], self._rows[:, 2], -1),
+            scored=tuple(chunk for number in scored if (chunk := self._chunks[number]) is not None),
             newcomers=self._seats.end_step(),
         )
 
-    def _arrays(
-        self, rows: Ints, prompts: Seq[Chunk], scored: Seq[tuple[Chunk | None, int]]
-    ) -> StepArrays:
-        shape, num_prompts = self._shape, len(prompts)
-        lengths = _ints(0 if chunk is None else chunk.start + chunk.num_tokens for chunk in self._chunks)
-        positions = np.maximum(lengths[: shape.num_decodes] - 1, 0)
-        slots = rows[: shape.num_decodes, 4] * self._block_size + positions % self._block_size
-        slots[lengths[: shape.num_decodes] == 0] = NO_SLOT
-        ends = np.cumsum([0, *(chunk.num_tokens for chunk in prompts)], dtype=np.int32)
-        padding = (0, shape.num_prompts - num_prompts)
-        every = (range(row + 1 - chunk.num_tokens, row + 1) for chunk, row in scored if chunk is not None)
+    def _arrays(self, scored: Seq[int]) -> StepArrays:
+        shape, prompts = self._shape, self._prompts
+        positions = np.maximum(self._lengths[: shape.num_decodes] - 1, 0)
+        slots = self._rows[: shape.num_decodes, 4] * self._block_size + positions % self._block_size
+        slots[self._lengths[: shape.num_decodes] == 0] = NO_SLOT
+        query_ends = np.cumsum([0, *(chunk.num_tokens for chunk in prompts)], dtype=np.int32)
+        padding = (0, shape.num_prompts - len(prompts))
         return StepArrays(
             token_ids=_filled(shape.num_tokens, 0, [_ints(self._token_ids)]),
             positions=_filled(shape.num_tokens, 0, [positions, *(_positions(chunk) for chunk in prompts)]),
             slots=_filled(shape.num_tokens, NO_SLOT, [slots, *(self._slots(chunk) for chunk in prompts)]),
-            lengths=lengths,
-            rows=rows,
-            query_starts=np.pad(ends, padding, mode="edge"),
+            lengths=self._lengths,
+            rows=self._rows,
+            query_starts=np.pad(query_ends, padding, mode="edge"),
             starts=np.pad(_ints(chunk.start for chunk in prompts), padding),
-            outputs=_ints([*self._last_rows, *(row for rows_of_chunk in every for row in rows_of_chunk)]),
+            outputs=np.concatenate([self._last_rows, *(self._all_rows(number) for number in scored)]),
             segments=_ints(self._segments).reshape(-1, 4),
             blocks=_ints(self._blocks),
         )
 
+    def _all_rows(self, number: int) -> Ints:
+        chunk, end = self._chunks[number], int(self._last_rows[number]) + 1
+        return np.arange(end - (chunk.num_tokens if chunk else 0), end, dtype=np.int32)
+
     def _slots(self, chunk: Chunk) -> Ints:
         first = chunk.start // self._block_size
         blocks = _ints(chunk.blocks[first : (chunk.end - 1) // self._block_size + 1])
-        slots = (blocks[:, None] * self._block_size + np.arange(self._block_size, dtype=np.int32)).reshape(-1)
+        offsets = np.arange(self._block_size, dtype=np.int32)
+        slots: Ints = np.add.outer(blocks * self._block_size, offsets).reshape(-1)
         return slots[chunk.start - first * self._block_size :][: chunk.num_tokens]
-
-
-def _is_scored(chunk: Chunk | None) -> bool:
-    return chunk is not None and scores_prompt(chunk)
 
 
 def _positions(chunk: Chunk) -> Ints:
@@ -204,7 +201,7 @@ def _positions(chunk: Chunk) -> Ints:
 
 def _filled(size: int, fill: int, parts: Seq[Ints]) -> Ints:
     """The parts one after the other, filled up to ``size``."""
-    whole = np.full(size, fill, dtype=np.int32)
+    whole: Ints = np.full(size, fill, dtype=np.int32)
     known = np.concatenate(parts)
     whole[: len(known)] = known
     return whole

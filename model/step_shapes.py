@@ -1,4 +1,4 @@
-"""Which sizes steps on a GPU come in: few, so that graphs and kernels for all of them are there before the first request."""
+"""The sizes that steps on a GPU come in: few, so that graphs and kernels for all are there before the first request."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -39,7 +39,10 @@ class StepShapes:
     @property
     def decode_ladder(self) -> list[int]:
         """Powers of two to 8, then every eighth, up to ``max_num_seqs``."""
-        return [*(size for size in (1, 2, 4, *range(8, self.max_num_seqs, 8)) if size < self.max_num_seqs), self.max_num_seqs]
+        return [
+            *(size for size in (1, 2, 4, *range(8, self.max_num_seqs, 8)) if size < self.max_num_seqs),
+            self.max_num_seqs,
+        ]
 
     @property
     def prompt_ladder(self) -> list[int]:

@@ -31,7 +31,7 @@ B = TypeVar("B", bound=TokenRows)
 
 @dataclass(frozen=True, slots=True)
 class Transformer(Generic[B]):
-    """``embedding [vocab_size, hidden_size]``; with tied embeddings ``head`` holds the same numbers, behind the norm."""
+    """``embedding [vocab_size, hidden_size]``; ``head`` norms what it reads, and holds the same numbers if tied."""
 
     spec: DecoderSpec
     embedding: Tensor

@@ -1,7 +1,7 @@
-"""Compiles the kernels of all steps to come, many at once, while the weights load: each is launched once on next to nothing.
+"""Compiles the kernels of all steps to come, many at once, while the weights load: each is launched on next to nothing.
 
-Triton compiles a kernel anew for each kind of argument: numbers that are 1, a multiple of 16 or neither, and sizes known
-when it compiles. The work here is chosen so that every kind occurs that the shapes of `step_shapes` bring.
+Triton compiles a kernel anew for each kind of argument: numbers that are 1, a multiple of 16 or neither, and sizes that
+it is told when it compiles. The work here brings every kind that the shapes of `step_shapes` bring.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.activation import silu_and_mul
-from ..kernels.gemv import MAX_ROWS
 from ..kernels.norm_rope import add_rms_norm
 from ..kernels.reference import SamplingTensors
 from ..kernels.sampling import argmax, sample, top_logprobs
 from .cuda_attention import CudaAttention, DeviceBatch, DeviceDecodes, DevicePrompts, RotationTable
-from .cuda_layers import CudaLayers, CudaNormedLinear
+from .cuda_layers import FEW_ROWS, CudaLayers, CudaNormedLinear
 from .device_stream import DeviceStream
 from .engine_plan import EnginePlan
 from .kv_tensors import KvTensors
@@ -32,8 +31,8 @@ from .step_shapes import StepShape, StepShapes
 from .transformer import Transformer
 
 NUM_THREADS = 12
-FEW_ROWS = (1, 2, MAX_ROWS)
-MANY_ROWS = (MAX_ROWS + 4, 2 * MAX_ROWS)
+PRODUCT_ROWS = (1, FEW_ROWS - 1, FEW_ROWS)
+NORM_ROWS = (2 * FEW_ROWS - 1, 2 * FEW_ROWS)
 
 Work = Callable[[], object]
 
@@ -62,16 +61,16 @@ def all_work(plan: EnginePlan, device: torch.device) -> Iterator[Work]:
     """On a model with one layer of each kind that the plan's has; the longest compilations first."""
     spec = replace(plan.spec, windows=tuple(dict.fromkeys(plan.spec.windows)))
     network = _network(spec, plan, device)
-    hidden = torch.ones(MANY_ROWS[-1], spec.hidden_size, dtype=plan.dtype, device=device)
+    hidden = torch.ones(NORM_ROWS[-1], spec.hidden_size, dtype=plan.dtype, device=device)
     shapes = StepShapes(plan.config.max_num_seqs)
     for shape in _kinds_of_shapes(shapes):
         yield partial(_attend, network, plan, shape, device)
     yield from _sampling(network.head, hidden)
-    for rows in FEW_ROWS:
+    for rows in PRODUCT_ROWS:
         yield from _products(network.layers[0], network.head, hidden[:rows], spec)
-    inner = torch.ones(MANY_ROWS[-1], 2 * spec.intermediate_size, dtype=plan.dtype, device=device)
+    inner = torch.ones(NORM_ROWS[-1], 2 * spec.intermediate_size, dtype=plan.dtype, device=device)
     weight = torch.ones(spec.hidden_size, dtype=plan.dtype, device=device)
-    for rows in MANY_ROWS:
+    for rows in NORM_ROWS:
         yield partial(add_rms_norm, None, hidden[:rows], weight, spec.norm_eps)
     yield partial(silu_and_mul, inner)
 
@@ -134,9 +133,7 @@ def empty_batch(shape: StepShape, max_blocks: int, device: torch.device) -> Devi
 
     n, num_prompts = shape.num_decodes, shape.num_prompts
     tables = zeros(shape.num_sequences, max_blocks)
-    prompts = DevicePrompts(
-        zeros(num_prompts + 1), zeros(num_prompts), zeros(num_prompts), tables[n:], shape.is_short, ()
-    )
+    prompts = DevicePrompts(zeros(num_prompts + 1), zeros(num_prompts), zeros(num_prompts), tables[n:], shape.is_short)
     tokens = zeros(shape.num_tokens)
     decodes = DeviceDecodes(zeros(n), tables[:n]) if n else None
     return DeviceBatch(tokens, tokens, tokens - 1, decodes, prompts if num_prompts else None, None)

@@ -7,6 +7,7 @@ How a request passes through, from the client to the workers and back:
 ``app``               the endpoints, and what they share
 ``openai_api``        the bodies of requests; ``openai_errors`` the answers that are no result
 ``prepare``           a body becomes choices in tokens (``prompts``, ``sampling``, ``chat_template``)
+``offline``           the same door for `LLM`, which has no bodies
 ``text``              the model's text: ``tokenizer``, ``gguf_tokenizer``, ``detokenizer``
 ``placement``         which pair of workers: a pure decision over ``fleet`` and ``prefix_map``
 ``ledger``            one entry a choice: its attempts, its legs, its tokens in order

@@ -210,7 +210,7 @@ _WORKER_COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     "prompt_tokens": ("Prompt tokens of its requests", lambda load: load.total_prompt_tokens),
     "cached_tokens": ("Prompt tokens found in its prefix cache", lambda load: load.total_cached_tokens),
     "output_tokens": ("Tokens it sampled", lambda load: load.total_output_tokens),
-    "transfers": ("Transfers it sent that ended well", lambda load: load.total_transfers),
+    "transfers": ("Transfers it began", lambda load: load.total_transfers),
     "transfer_failures": ("Transfers that failed", lambda load: load.total_transfer_failures),
     "blocks_pushed": ("Blocks it sent", lambda load: load.total_blocks_pushed),
     "blocks_skipped": ("Blocks the receiver already had", lambda load: load.total_blocks_skipped),

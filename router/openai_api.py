@@ -212,7 +212,7 @@ class ChatCompletionRequest(CompletionFields):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise _refusal("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true")
         if self.add_generation_prompt and self.continue_final_message:
             raise _refusal(

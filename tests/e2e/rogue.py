@@ -119,23 +119,29 @@ class Rogue:
 def babble(ports: list[int], num_rounds: int) -> None:
     """Send what is no message of the protocol, in every way we can think of, to all ports."""
     random = Random(3)
-    stranger = Peer("tcp://127.0.0.1:1", Incarnation("stranger"))
-    envelope = encode(Envelope(stranger))
     with zmq.Context() as context:
         for port in ports:
             with context.socket(zmq.DEALER) as dealer:
                 dealer.setsockopt(zmq.LINGER, 2000)
                 dealer.connect(f"tcp://127.0.0.1:{port}")
                 for _ in range(num_rounds):
-                    noise = random.randbytes(random.randint(0, 300))
-                    for frames in (
-                        [b""],
-                        [noise],
-                        [envelope],
-                        [noise, noise],
-                        [envelope, noise],
-                        [envelope, noise, noise, noise, noise],
-                        [encode(Envelope(stranger, "somebody else")), encode(Peers(workers=[]))],
-                        [encode(Envelope(stranger, protocol=999)), encode(Peers(workers=[]))],
-                    ):
+                    for frames in nonsense(random.randbytes(random.randint(0, 300))):
                         dealer.send_multipart(frames)
+
+
+def nonsense(noise: bytes) -> list[list[bytes]]:
+    stranger = Peer("tcp://127.0.0.1:1", Incarnation("stranger"))
+    envelope, message = encode(Envelope(stranger)), encode(Peers(workers=[]))
+    return [
+        [b""],
+        [noise],
+        [envelope],
+        [noise, noise],
+        [envelope, noise],
+        [envelope, noise, noise, noise, noise],
+        [encode(Envelope(stranger, "somebody else")), message],
+        [encode(Envelope(stranger, protocol=999)), message],
+    ]
+
+
+NUM_KINDS_OF_NONSENSE = len(nonsense(b""))

@@ -139,12 +139,9 @@ class Server:
 
     def worker_pids(self, role: str) -> list[int]:
         """Processes of this server's workers with a role, from the kernel's own list."""
-        pids = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and _parent_of(entry) == self.process.pid:
-                if f"--role={role}" in _command_of(entry):
-                    pids.append(int(entry.name))
-        return sorted(pids)
+        processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        workers = [entry for entry in processes if _parent_of(entry) == self.process.pid]
+        return sorted(int(entry.name) for entry in workers if f"--role={role}" in _command_of(entry))
 
     def resident_bytes(self) -> dict[str, int]:
         """Memory of the router and of every worker, by name."""

@@ -16,7 +16,7 @@ import pytest
 
 from crossdock.deploy.launch import crossdock_command
 
-from .answers import Json, ask, ask_all, refusal
+from .answers import Json, ask, refusal
 from .conftest import Serve
 from .fleet import Fleet
 from .questions import VOCAB_SIZE, Question, random_questions
@@ -38,6 +38,16 @@ def questions(small_model: Path) -> Sequence[Question]:
 def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(small_model, tmp_path_factory.mktemp("operations") / "server.log") as server:
         yield server
+
+
+@contextmanager
+def long_stream(server: Server, num_tokens: int = 1500) -> Iterator[Iterator[Json]]:
+    """The events of a stream that has begun and takes a while."""
+    body = {"prompt": [7, 8, 9], "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        events = (json.loads(line[6:]) for line in response.iter_lines() if line and line != "data: [DONE]")
+        yield chain([next(events)], events)
 
 
 def random_ids(num_tokens: int, seed: int) -> list[int]:
@@ -104,16 +114,16 @@ def test_what_the_pool_can_never_hold_is_refused_at_the_door_while_others_are_se
 ) -> None:
     server = serve(small_model, "--mixed", "1", "--num-blocks", "50")
     assert server.client.get("/v1/models").json()["data"][0]["max_model_len"] == 50 * 16
-    small = questions[0]
-    answers = ask_all(server, [small.body(16, stream=False)] * 4)
-    for _ in range(5):
-        error = refusal(server, {"prompt": random_ids(1002, seed=1), "max_tokens": 16})
-        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
-        assert error["message"] == (
-            "This model's maximum context length is 800 tokens. However, you requested 1018 tokens "
-            "(1002 in the prompt, 16 in the completion)."
-        )
-    assert [answer.text for answer in answers] == [small.text(16)] * 4
+    with long_stream(server, num_tokens=700) as events:
+        for _ in range(5):
+            error = refusal(server, {"prompt": random_ids(1002, seed=1), "max_tokens": 16})
+            assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+            assert error["message"] == (
+                "This model's maximum context length is 800 tokens. However, you requested 1018 tokens "
+                "(1002 in the prompt, 16 in the completion)."
+            )
+        assert ask(server, **questions[1].body(16, stream=False)).text == questions[1].text(16)
+        assert list(events)[-1]["choices"][0]["finish_reason"] == "length"
     assert "800 tokens" in refusal(server, {"prompt": [1] * 10, "max_tokens": 791})["message"]
     answer = ask(server, prompt=[1] * 10, max_tokens=790, temperature=0, ignore_eos=True)
     assert (answer.num_output, answer.only.finish_reason) == (790, "length")
@@ -174,17 +184,6 @@ def test_what_can_not_work_is_refused_in_one_line(fault: str, small_model: Path)
 
 
 # --- ending ----------------------------------------------------------------------------------------
-
-LONG: Json = {"prompt": [7, 8, 9], "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
-
-
-@contextmanager
-def long_stream(server: Server) -> Iterator[Iterator[Json]]:
-    """The events of a stream that has begun and takes a while."""
-    with server.client.stream("POST", "/v1/completions", json=LONG) as response:
-        assert response.status_code == 200
-        events = (json.loads(line[6:]) for line in response.iter_lines() if line and line != "data: [DONE]")
-        yield chain([next(events)], events)
 
 
 @pytest.fixture
@@ -249,7 +248,6 @@ def test_the_router_has_no_torch_and_little_memory(server: Server) -> None:
     assert "torch" not in maps
     assert "uvloop" in maps
     memory = server.resident_bytes()
-    print(memory)
     assert memory["router"] < MAX_ROUTER_BYTES
 
 
@@ -260,7 +258,6 @@ def test_an_idle_server_sleeps(server: Server) -> None:
     while time.monotonic() < begun + 4:
         time.sleep(0.5)
     share = (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - begun)
-    print(share)
     assert share <= MAX_IDLE_SHARE
 
 
@@ -300,7 +297,7 @@ def test_workers_join_a_router_by_its_address_and_outlive_it(fleet: Fleet, quest
     assert {event["choices"][0]["finish_reason"] for event in tokens} == {None}
     assert "died" in last["error"]["message"]
     assert router.health == 503
-    assert router.client.post("/v1/completions", json=LONG).status_code == 503
+    assert router.client.post("/v1/completions", json={"prompt": [1]}).status_code == 503
     fleet.start_worker("decode")
     router.wait_for(lambda: router.is_healthy, 20)
     assert ask(router, **question.body(24, stream=True)).text == question.text(24)

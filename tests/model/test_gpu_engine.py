@@ -84,9 +84,7 @@ def on_cpu(plan: EnginePlan, prompts: Sequence[Sequence[int]], params: Sequence[
     return answers
 
 
-def together(
-    engine: OfflineEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-) -> list[Answer]:
+def together(engine: OfflineEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
     answers = [engine.add(ids, wanted)[1] for ids, wanted in zip(prompts, params, strict=True)]
     engine.run()
     return answers
@@ -125,24 +123,30 @@ def test_log_probabilities_are_those_of_the_cpu() -> None:
         ours, theirs = together(engine, prompts, params), on_cpu(plan, prompts, params)
     for one, other in zip(ours, theirs, strict=True):
         assert one.token_ids == other.token_ids
-        assert [found and found.top_ids for found in one.logprobs] == [found and found.top_ids for found in other.logprobs]
-        assert [found.top_ids for found in one.prompt_logprobs] == [found.top_ids for found in other.prompt_logprobs]
+        top_ids = [[found and found.top_ids for found in answer.logprobs] for answer in (one, other)]
+        prompt_ids = [[found.top_ids for found in answer.prompt_logprobs] for answer in (one, other)]
+        assert (top_ids[0], prompt_ids[0]) == (top_ids[1], prompt_ids[1])
         numbers = [[found.token_logprob for found in answer.prompt_logprobs] for answer in (one, other)]
         assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
     assert [len(answer.prompt_logprobs) for answer in ours] == [59, 0, 0]
 
 
-def test_preempted_and_cached_requests_go_on_with_the_same_tokens() -> None:
-    """The pool holds one of them whole and not much more, and the second begins like the first."""
-    plan = plan_of(config=replace(CONFIG, num_blocks=8))
-    prompts = [prompt(40), [*prompt(40)[:32], *prompt(9, 5)], prompt(30, 6)]
-    params = [with_params(GREEDY, max_tokens=n) for n in (24, 20, 18)]
+def test_preempted_requests_come_back_with_the_same_tokens() -> None:
+    """Three of three blocks each, in a pool of six."""
+    plan, prompts = plan_of(config=replace(CONFIG, num_blocks=6)), [prompt(15, n) for n in range(3)]
+    penalised = with_params(DRAWN, presence_penalty=1.0)
+    params = [with_params(wanted, max_tokens=19) for wanted in (GREEDY, penalised, GREEDY)]
     with gpu_engine(plan) as engine:
-        answers = together(engine, prompts, params)
-        assert ids_of(answers) == ids_of(on_cpu(plan, prompts, params))
-        assert engine.num_preemptions() > 0
-        again = engine.generate([prompts[0]], params[0])[0]
-        assert (again.token_ids, again.num_cached) == (answers[0].token_ids, 32)
+        assert ids_of(together(engine, prompts, params)) == ids_of(on_cpu(plan, prompts, params))
+        assert engine.num_preemptions > 0
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    plan, prompts = plan_of(), [prompt(34), [*prompt(34)[:32], 5, 6]]
+    with gpu_engine(plan) as engine:
+        answers = [engine.generate([ids], GREEDY)[0] for ids in prompts]
+    assert [answer.num_cached for answer in answers] == [0, 32]
+    assert ids_of(answers) == ids_of(on_cpu(plan, prompts, [GREEDY] * 2))
 
 
 def test_a_request_that_is_aborted_leaves_the_others_alone() -> None:
