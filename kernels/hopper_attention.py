@@ -23,7 +23,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK_N = 128
 NUM_STAGES = 2
-UNIT_ROWS = 16
 SWIZZLE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
 BEHIND_THE_POOL = gl.constexpr(1 << 30)
@@ -405,31 +404,10 @@ def _step(
     new_weights, top, total, fade = _softmax(
         scores, top, total, key_tile, seen, WINDOW, HAS_SOFTCAP, IS_MASKED, BLOCK_N, scores_layout
     )
-    total = _computed_by_now(total)
     acc, weights = warpgroup_mma_wait(0, [acc, weights])
     mbarrier.arrive(v_empty.index(before))
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, out_layout))[:, None]
     return acc, top, total, gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
-
-
-@gluon.jit
-def _computed_by_now(total):
-    """The same; a store that never happens keeps the assembler from moving what it hangs on behind the next wait."""
-    return gl.inline_asm_elementwise(
-        """{
-            .reg .pred is_negative;
-            .reg .b32 nowhere;
-            setp.lt.f32 is_negative, $1, 0f00000000;
-            mov.b32 nowhere, 0;
-            @is_negative st.shared.f32 [nowhere], $1;
-            mov.f32 $0, $1;
-        }""",
-        "=f,f",
-        [total],
-        gl.float32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit

@@ -72,9 +72,11 @@ class _Phases:
 
 def build_network(plan: EnginePlan, stream: DeviceStream, num_programs: int | None = None) -> Transformer[DeviceBatch]:
     """The model with the classes of a GPU; ``num_programs`` as in `split_context`."""
-    rotations = RotationTable.of(Rope(plan.spec.rope, plan.spec.head_dim, stream.device), plan.max_model_len)
-    attention = CudaAttention(plan.spec, rotations, plan.config.max_num_seqs, num_programs)
-    return assemble(plan.spec, plan.weights, plan.dtype, stream.device, CudaLayers(), attention, plan.on_progress)
+    spec, device = plan.spec, stream.device
+    with torch.inference_mode(), stream.launching():
+        rotations = RotationTable.of(Rope(spec.rope, spec.head_dim, device), plan.max_model_len)
+        attention = CudaAttention(spec, rotations, plan.config.max_num_seqs, num_programs)
+        return assemble(spec, plan.weights, plan.dtype, device, CudaLayers(), attention, plan.on_progress)
 
 
 def build_executor(
@@ -82,10 +84,10 @@ def build_executor(
 ) -> CudaExecutor:
     """Everything but the weights, for a pool of so many blocks."""
     shapes, layout, num_seats = StepShapes(plan.config.max_num_seqs), plan.layout, 2 * plan.config.max_num_seqs
-    kv = KvTensors(layout, num_blocks, device=stream.device)
     max_blocks = layout.num_blocks_for(plan.longest_request(num_blocks))
     groups = layout.layer_groups(plan.config.num_layer_groups)
-    with torch.inference_mode():
+    with torch.inference_mode(), stream.launching():
+        kv = KvTensors(layout, num_blocks, device=stream.device)
         inputs = StepInputs(stream, shapes, num_seats, max_blocks)
         sampler = CudaSampler(stream, num_seats, plan.spec.vocab_size, inputs.sampled)
         runner = CudaRunner(stream, transformer, kv, inputs, sampler, groups, shapes)
@@ -116,12 +118,11 @@ def fixed_bytes(plan: EnginePlan) -> int:
 def _largest_step(plan: EnginePlan, transformer: Transformer[DeviceBatch], stream: CudaStream) -> int:
     """Bytes that a step of full chunks takes at its peak, measured without keeping its KV; compiles kernels beside."""
     device = stream.device
-    kv = KvTensors(plan.layout, 1, device=device)
-    batch = empty_prompt(plan, plan.config.chunk_tokens, device)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     with torch.inference_mode(), stream.launching():
+        kv = KvTensors(plan.layout, 1, device=device)
+        batch = empty_prompt(plan, plan.config.chunk_tokens, device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         transformer.head(transformer.forward(batch, kv))
     torch.cuda.synchronize(device)
     logits_bytes = 4 * plan.config.max_num_seqs * plan.spec.vocab_size

@@ -131,5 +131,9 @@ class DecoderSpec:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
     def kv_layout(self, block_size: int, dtype: str) -> KvLayout:
         return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)

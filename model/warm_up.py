@@ -17,6 +17,7 @@ from ..kernels.activation import silu_and_mul
 from ..kernels.norm_rope import add_rms_norm
 from ..kernels.reference import SamplingTensors
 from ..kernels.sampling import argmax, sample, top_logprobs
+from .attention import StepAttention
 from .cuda_attention import CudaAttention, DeviceBatch, DeviceDecodes, DevicePrompts, RotationTable
 from .cuda_layers import FEW_ROWS, CudaLayers, CudaNormedLinear
 from .device_stream import DeviceStream
@@ -40,10 +41,17 @@ Work = Callable[[], object]
 class WarmUp:
     """Begins to compile; `finish` waits until all is done."""
 
-    def __init__(self, plan: EnginePlan, make_stream: Callable[[], DeviceStream]) -> None:
+    def __init__(
+        self, plan: EnginePlan, make_stream: Callable[[], DeviceStream], num_programs: int | None = None
+    ) -> None:
+        """``num_programs`` as in `split_context`."""
         self._threads = ThreadPoolExecutor(NUM_THREADS, "compile")
         self._make_stream = make_stream
-        self._running = [self._threads.submit(self._run, work) for work in all_work(plan, make_stream().device)]
+        stream = make_stream()
+        with torch.inference_mode(), stream.launching():
+            works = list(all_work(plan, stream.device, num_programs))
+        stream.mark().synchronize()
+        self._running = [self._threads.submit(self._run, work) for work in works]
 
     def finish(self) -> None:
         for running in self._running:
@@ -57,32 +65,41 @@ class WarmUp:
         stream.mark().synchronize()
 
 
-def all_work(plan: EnginePlan, device: torch.device) -> Iterator[Work]:
+def all_work(plan: EnginePlan, device: torch.device, num_programs: int | None) -> Iterator[Work]:
     """On a model with one layer of each kind that the plan's has; the longest compilations first."""
     spec = replace(plan.spec, windows=tuple(dict.fromkeys(plan.spec.windows)))
-    network = _network(spec, plan, device)
+    layout = replace(plan.layout, num_layers=spec.num_layers)
+
+    def attention() -> CudaAttention:
+        rotations = RotationTable.of(Rope(spec.rope, spec.head_dim, device), 1)
+        return CudaAttention(spec, rotations, plan.config.max_num_seqs, num_programs)
+
+    weights = RandomWeights(spec, 0, plan.dtype, device)
+    network = assemble(spec, weights, plan.dtype, device, CudaLayers(), attention())
+    for shape in kinds_of_shapes(StepShapes(plan.config.max_num_seqs)):
+        kv = KvTensors(layout, 1, device=device)
+        attend = partial(attention().plan, empty_batch(shape, COLUMNS, device), kv)
+        yield partial(
+            _attend, attend, network, torch.ones(shape.num_tokens, spec.qkv_size, dtype=plan.dtype, device=device)
+        )
     hidden = torch.ones(NORM_ROWS[-1], spec.hidden_size, dtype=plan.dtype, device=device)
-    shapes = StepShapes(plan.config.max_num_seqs)
-    for shape in _kinds_of_shapes(shapes):
-        yield partial(_attend, network, plan, shape, device)
     yield from _sampling(network.head, hidden)
     for rows in PRODUCT_ROWS:
         yield from _products(network.layers[0], network.head, hidden[:rows], spec)
-    inner = torch.ones(NORM_ROWS[-1], 2 * spec.intermediate_size, dtype=plan.dtype, device=device)
-    weight = torch.ones(spec.hidden_size, dtype=plan.dtype, device=device)
+    yield from _elementwise(hidden, torch.ones(1, 2 * spec.intermediate_size, dtype=plan.dtype, device=device))
+
+
+def _attend(plan: Callable[[], StepAttention], network: Transformer[DeviceBatch], qkv: Tensor) -> None:
+    """Attention of all layers, planned once."""
+    attend = plan()
+    for index, layer in enumerate(network.layers):
+        attend(index, layer, qkv)
+
+
+def _elementwise(hidden: Tensor, gate_up: Tensor) -> Iterator[Work]:
     for rows in NORM_ROWS:
-        yield partial(add_rms_norm, None, hidden[:rows], weight, spec.norm_eps)
-    yield partial(silu_and_mul, inner)
-
-
-def _network(spec: DecoderSpec, plan: EnginePlan, device: torch.device) -> Transformer[DeviceBatch]:
-    weights = RandomWeights(spec, 0, plan.dtype, device)
-    return assemble(spec, weights, plan.dtype, device, CudaLayers(), _attention(spec, plan, device))
-
-
-def _attention(spec: DecoderSpec, plan: EnginePlan, device: torch.device) -> CudaAttention:
-    rotations = RotationTable.of(Rope(spec.rope, spec.head_dim, device), 1)
-    return CudaAttention(spec, rotations, plan.config.max_num_seqs)
+        yield partial(add_rms_norm, None, hidden[:rows], hidden[0], 1e-5)
+    yield partial(silu_and_mul, gate_up)
 
 
 def _products(layer: DecoderLayer, head: object, hidden: Tensor, spec: DecoderSpec) -> Iterator[Work]:
@@ -103,7 +120,7 @@ def _sampling(head: object, hidden: Tensor) -> Iterator[Work]:
     yield partial(top_logprobs, logits, torch.zeros(2, dtype=torch.int64, device=logits.device), 1)
 
 
-def _kinds_of_shapes(shapes: StepShapes) -> Iterator[StepShape]:
+def kinds_of_shapes(shapes: StepShapes) -> Iterator[StepShape]:
     """One for each way in which attention is compiled: by powers of two, multiples of 16, and one."""
     for number in reversed(shapes.prompt_ladder):
         yield StepShape(0, number, number, False)
@@ -113,16 +130,6 @@ def _kinds_of_shapes(shapes: StepShapes) -> Iterator[StepShape]:
         if (kind := (shape.is_short, (n - 1).bit_length(), n % 16 == 0)) not in seen:
             seen.add(kind)
             yield shape
-
-
-def _attend(network: Transformer[DeviceBatch], plan: EnginePlan, shape: StepShape, device: torch.device) -> None:
-    """All layers' attention on sequences that have no tokens, with workspaces of its own."""
-    spec, attention = network.spec, _attention(network.spec, plan, device)
-    kv = KvTensors(replace(plan.layout, num_layers=spec.num_layers), 1, device=device)
-    attend = attention.plan(empty_batch(shape, COLUMNS, device), kv)
-    for index, layer in enumerate(network.layers):
-        size = spec.q_size + 2 * spec.kv_size
-        attend(index, layer, torch.ones(shape.num_tokens, size, dtype=plan.dtype, device=device))
 
 
 def empty_batch(shape: StepShape, max_blocks: int, device: torch.device) -> DeviceBatch:

@@ -200,9 +200,9 @@ def _command_of(entry: Path) -> list[str]:
         return []  # it ended meanwhile
 
 
-def _parent_of(entry: Path) -> int | None:
+def _parent_of(pid: int) -> int | None:
     try:
-        stat = (entry / "stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None  # it ended meanwhile
-    return int(re.sub(r"^.*\) ", "", stat).split()[1])
+    return int(stat.rpartition(")")[2].split()[1])

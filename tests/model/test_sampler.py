@@ -1,7 +1,7 @@
 """The sampler: exact numbers for penalties and floors, and draws that depend on seed and index alone."""
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
@@ -53,6 +53,17 @@ def test_temperatures_near_zero_give_the_greedy_token(dtype: torch.dtype) -> Non
     rows = [drawn(SamplingParams(temperature=t, seed=5)) for t in (0.0, 1e-6, 1e-5, 1e-4, 1e-3)]
     assert sample(logits, rows).token_ids.tolist() == [123] * 5
     assert [sample(logits[i : i + 1], rows[i : i + 1]).token_ids.item() for i in range(5)] == [123] * 5
+
+
+@pytest.mark.parametrize("nothing", [-inf, nan, inf])
+def test_logits_that_are_no_numbers_draw_some_token_and_leave_other_rows_alone(nothing: float) -> None:
+    logits = random_logits(3, 50)
+    rows = [drawn(SamplingParams(seed=i, top_k=top_k, top_p=0.9)) for i, top_k in enumerate((0, 5, 0))]
+    right = sample(logits, rows).token_ids.tolist()
+    logits[1] = nothing
+    token_ids = sample(logits, rows).token_ids.tolist()
+    assert 0 <= token_ids[1] < 50
+    assert (token_ids[0], token_ids[2]) == (right[0], right[2])
 
 
 def test_top_k_one_is_greedy_even_between_equal_tokens() -> None:
