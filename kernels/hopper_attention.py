@@ -73,7 +73,7 @@ def hopper_prefill_attention(
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_seqs", "num_tiles", "num_rounds"])  # they change from step to step
 def _hopper_prefill_attention(
     pool_rows, q, kv, query_starts, starts, block_tables, out, q_stride, out_stride, block_rows, table_stride,
     num_seqs, num_tiles, num_rounds, scale, softcap,

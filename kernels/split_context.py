@@ -77,16 +77,15 @@ def plan_decode(lengths: Tensor, workspace: DecodeWorkspace, window: int = 0) ->
     ``lengths  int32 [num_rows]`` count the tokens that a sequence's last query sees. Every sequence gets an item, also
     an empty one.
     """
-    num_rows = len(lengths)
     _plan_decode[(1,)](
-        lengths, workspace.items, workspace.spans, num_rows, workspace.num_extra_items,
-        window + workspace.max_query_len - 1, HAS_WINDOW=window > 0, MAX_ROWS=triton.next_power_of_2(num_rows),
-        MAX_ITEMS=triton.next_power_of_2(num_items(num_rows, workspace)),
+        lengths, workspace.items, workspace.spans, len(lengths), workspace.num_extra_items,
+        window + workspace.max_query_len - 1, HAS_WINDOW=window > 0,
+        MAX_ROWS=triton.next_power_of_2(len(workspace.spans)), MAX_ITEMS=triton.next_power_of_2(len(workspace.items)),
         SPLIT_TOKENS=SPLIT_TOKENS, ITEM_FIELDS=ITEM_FIELDS, num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one compilation for all batch sizes
 def _plan_decode(
     lengths, items, spans, num_rows, num_extra_items, reach, HAS_WINDOW: tl.constexpr, MAX_ROWS: tl.constexpr,
     MAX_ITEMS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, ITEM_FIELDS: tl.constexpr,

@@ -134,7 +134,7 @@ class _StepInMaking:
         self._lengths[here] = [chunk.start + chunk.num_tokens for chunk in chunks]
         last_columns = (self._lengths[here] - 1) // self._block_size
         known = _ints(seat.num_blocks for seat in seats)
-        for index in np.flatnonzero(known <= last_columns):
+        for index in map(int, np.flatnonzero(known <= last_columns)):
             self._grow(seats[index], chunks[index], int(last_columns[index]))
         rows, place_of = self._rows[here], self._place_of
         rows[:, 0] = self._last_rows[here]

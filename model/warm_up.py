@@ -121,15 +121,12 @@ def _sampling(head: object, hidden: Tensor) -> Iterator[Work]:
 
 
 def kinds_of_shapes(shapes: StepShapes) -> Iterator[StepShape]:
-    """One for each way in which attention is compiled: by powers of two, multiples of 16, and one."""
+    """One for each way in which attention is compiled: prompts by their number, short prompts, decodes."""
     for number in reversed(shapes.prompt_ladder):
         yield StepShape(0, number, number, False)
-    seen = set()
-    for shape in shapes.graphed():
-        n = shape.num_decodes
-        if (kind := (shape.is_short, (n - 1).bit_length(), n % 16 == 0)) not in seen:
-            seen.add(kind)
-            yield shape
+    graphed = list(shapes.graphed())
+    yield next(shape for shape in graphed if shape.is_short)
+    yield next(shape for shape in graphed if not shape.is_short)
 
 
 def empty_batch(shape: StepShape, max_blocks: int, device: torch.device) -> DeviceBatch:

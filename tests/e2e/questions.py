@@ -58,7 +58,7 @@ def random_questions(model: Path, num_questions: int, longest_prompt: int, num_t
     text_model = load_text(model)
     network = AutoModelForCausalLM.from_pretrained(model)
     network.generation_config.eos_token_id = None
-    end = list(text_model.encode("a").ids)  # a whole character, so that the answer's text does not depend on the prompt's
+    end = list(text_model.encode("a").ids)  # a whole character, lest the answer's text depend on the prompt's
     prompts = [prompt[:-1] + end for prompt in random_prompts(num_questions, longest_prompt, VOCAB_SIZE, seed=2)]
     answers = [list(map(int, greedy(network, prompt, num_tokens).tokens)) for prompt in prompts]
     return [Question(prompt, answer, text_model) for prompt, answer in zip(prompts, answers, strict=True)]

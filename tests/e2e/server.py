@@ -139,9 +139,7 @@ class Server:
 
     def worker_pids(self, role: str) -> list[int]:
         """Processes of this server's workers with a role, from the kernel's own list."""
-        processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        workers = [entry for entry in processes if _parent_of(entry) == self.process.pid]
-        return sorted(int(entry.name) for entry in workers if f"--role={role}" in _command_of(entry))
+        return sorted(pid for pid in processes_with(f"--role={role}") if _parent_of(pid) == self.process.pid)
 
     def resident_bytes(self) -> dict[str, int]:
         """Memory of the router and of every worker, by name."""

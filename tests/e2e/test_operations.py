@@ -41,7 +41,7 @@ def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @contextmanager
-def long_stream(server: Server, num_tokens: int = 1500) -> Iterator[Iterator[Json]]:
+def long_stream(server: Server, num_tokens: int = 1000) -> Iterator[Iterator[Json]]:
     """The events of a stream that has begun and takes a while."""
     body = {"prompt": [7, 8, 9], "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", "/v1/completions", json=body) as response:
