@@ -32,7 +32,7 @@ from .step_shapes import StepShape, StepShapes
 from .transformer import Transformer
 
 NUM_THREADS = 12
-PRODUCT_ROWS = (1, FEW_ROWS - 1, FEW_ROWS)
+PRODUCT_ROWS = (1, FEW_ROWS)
 NORM_ROWS = (2 * FEW_ROWS - 1, 2 * FEW_ROWS)
 
 Work = Callable[[], object]

@@ -42,6 +42,8 @@ def pair(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 # --- clients that leave ----------------------------------------------------------------------------
 
 NUM_CLIENTS = 300
+MAX_HALVES = 4
+"""An allocator may take one more step late; what leaks grows with every half."""
 ALLOWED_GROWTH_BYTES = 2 << 20
 """Of any process, in the second half of the clients: half of what their requests weigh."""
 BAGGAGE: Json = {"logit_bias": {str(token_id): 0 for token_id in range(VOCAB_SIZE)}}
@@ -108,6 +110,12 @@ async def warm_up(server: Server, question: Question) -> None:
     await crowd(server.url, [partial(visit, num_tokens) for num_tokens in range(1, 65)], num_at_once=64)
 
 
+def grown_since(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """Processes that took more memory than an allocator does by chance, and how much."""
+    growth = {name: after[name] - before[name] for name in after}
+    return {name: grown for name, grown in growth.items() if grown > ALLOWED_GROWTH_BYTES}
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_clients_that_leave_at_any_stage_leave_nothing_behind(
     transport: str, small_model: Path, serve: Serve, questions: Sequence[Question], monkeypatch: pytest.MonkeyPatch
@@ -118,13 +126,15 @@ def test_clients_that_leave_at_any_stage_leave_nothing_behind(
     asyncio.run(warm_up(server, questions[0]))
     seen: set[str] = set()
     resident_bytes = []
-    for half in (range(NUM_CLIENTS // 2), range(NUM_CLIENTS // 2, NUM_CLIENTS)):
-        assert asyncio.run(visits(server, questions, half, seen)) == []
+    for half in range(MAX_HALVES):
+        numbers = range(half * NUM_CLIENTS // 2, (half + 1) * NUM_CLIENTS // 2)
+        assert asyncio.run(visits(server, questions, numbers, seen)) == []
         server.wait_until_nothing_is_left(20)
         resident_bytes.append(server.resident_bytes())
+        if half > 0 and not grown_since(*resident_bytes[-2:]):
+            break
     assert seen == set(STAGES)
-    growth = {name: after - resident_bytes[0][name] for name, after in resident_bytes[1].items()}
-    assert {name: grown for name, grown in growth.items() if grown > ALLOWED_GROWTH_BYTES} == {}
+    assert grown_since(*resident_bytes[-2:]) == {}
 
 
 def test_nobody_goes_on_for_clients_that_have_left(pair: Server) -> None:
