@@ -256,13 +256,11 @@ def break_every_rule(rogue: Rogue) -> None:
     rogue.commit(lease, num_block_groups=1)
     assert rogue.hear(Rejected).reason == "1 block groups are committed, 6 blocks reserved"
     rogue.cancel(lease)
-    lease = rogue.reserved()
-    for group in range(NUM_GROUPS):
-        rogue.push(lease, group, lease.blocks, age=1)
-    rogue.commit(lease, NUM_GROUPS * NUM_BLOCKS)
-    rogue.cancel(lease)
-    lease = rogue.reserved()
-    for group in range(NUM_GROUPS):
-        rogue.push(lease, group, lease.blocks[1:])
-    rogue.commit(lease, NUM_GROUPS * NUM_BLOCKS)
-    rogue.cancel(lease)
+    for blocks_left_out, age in ((0, 1), (1, 0)):
+        lease = rogue.reserved()
+        for group in range(NUM_GROUPS):
+            rogue.push(lease, group, lease.blocks[blocks_left_out:], age=age)
+        rogue.commit(lease, NUM_GROUPS * NUM_BLOCKS)
+        rogue.cancel(lease)
+        rogue.commit(lease, NUM_GROUPS * NUM_BLOCKS)
+        rogue.hear(Rejected)  # and not `Attached`

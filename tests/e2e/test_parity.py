@@ -15,7 +15,7 @@ from .server import Server
 
 NUM_PROMPTS = 64
 LONGEST = 900
-NUM_TOKENS = 24
+NUM_TOKENS = 56  # each takes three or four blocks more than its prompt: more than admission leaves free
 PROMPTS = random_prompts(NUM_PROMPTS, LONGEST, 319, seed=1)
 
 
@@ -54,7 +54,7 @@ MODES = {
     "1P1D in small chunks": ("--chunk-tokens", "64"),
     "1P1D in large chunks": ("--chunk-tokens", "2048"),
     "1P1D with preemption": ("--num-blocks", "62", "--max-model-len", "1000"),
-    "mixed with preemption": ("--mixed", "1", "--num-blocks", "120", "--max-model-len", "1000"),
+    "mixed with preemption": ("--mixed", "1", "--num-blocks", "80", "--max-model-len", "1000"),
 }
 
 
@@ -78,7 +78,7 @@ def test_requests_one_at_a_time_give_the_same_tokens(
 ENGINES = {
     "default": EngineConfig(num_threads=1),
     "small chunks, no reuse": EngineConfig(num_threads=1, prefix_cache=False, chunk_tokens=64),
-    "preemption": EngineConfig(num_threads=1, num_blocks=120, max_model_len=1000),
+    "preemption": EngineConfig(num_threads=1, num_blocks=80, max_model_len=1000),
 }
 
 
