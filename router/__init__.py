@@ -13,7 +13,7 @@ How a request passes through, from the client to the workers and back:
 ``ledger``            one entry a choice: its attempts, its legs, its tokens in order
 ``dispatcher``        the control plane: messages to and from workers, failures, retries
 ``streams``           one request's events on their way to its client
-``output``            tokens become text (``stop_strings``); ``responses`` puts it into OpenAI's form
+``output``            tokens become text (``stop_strings``); ``wire_format`` puts it into OpenAI's form
 ``metrics``           what Prometheus reads
 ====================  ================================================================================
 """

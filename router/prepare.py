@@ -15,9 +15,9 @@ from .openai_api import ChatCompletionRequest, CompletionFields, CompletionReque
 from .openai_errors import ApiError, shown
 from .output import Choice, PreparedPrompt
 from .prompts import chat_prompt, completion_prompts
-from .responses import ChatFormat, CompletionFormat, ResponseFormat
 from .sampling import check_ids, choice_seed, sampling_params
 from .text import TextModel
+from .wire_format import ChatFormat, CompletionFormat, WireFormat
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of ``/v1/completions`` where the client says nothing, as at OpenAI."""
@@ -44,7 +44,7 @@ class PreparedRequest:
     choices: tuple[Choice, ...]
     is_stream: bool
     includes_usage: bool
-    format: type[ResponseFormat]
+    format: type[WireFormat]
 
 
 def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed) -> PreparedRequest:
@@ -134,7 +134,7 @@ def choices_of(
 
 
 def _prepared(
-    body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: type[ResponseFormat]
+    body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: type[WireFormat]
 ) -> PreparedRequest:
     includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return PreparedRequest(limits.model_name, tuple(choices), bool(body.stream), includes_usage, format)

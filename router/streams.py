@@ -19,8 +19,8 @@ from .openai_errors import ApiError
 from .output import OutputAssembler
 from .placement import NoCapacity
 from .prepare import PreparedRequest
-from .responses import DONE, ResponseFormat
 from .text import TextModel
+from .wire_format import DONE, WireFormat
 
 
 class ClientGone(Exception):
@@ -127,7 +127,7 @@ class Stream:
 class Reply:
     """The text of one answer: an assembler a choice, fed from the stream's events."""
 
-    def __init__(self, stream: Stream, prepared: PreparedRequest, text: TextModel, form: ResponseFormat) -> None:
+    def __init__(self, stream: Stream, prepared: PreparedRequest, text: TextModel, form: WireFormat) -> None:
         self._stream = stream
         self._prepared = prepared
         self._text = text

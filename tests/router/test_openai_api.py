@@ -18,9 +18,9 @@ from crossdock.core.request import SamplingParams
 from crossdock.router.openai_api import ChatCompletionRequest, CompletionRequest
 from crossdock.router.openai_errors import ApiError, exception_handlers
 from crossdock.router.prepare import Limits, PreparedRequest, prepare_chat, prepare_completion
-from crossdock.router.responses import ChatFormat, CompletionFormat
 from crossdock.router.text import TextModel
 from crossdock.router.tokenizer import GenerationDefaults, TokenizerParts
+from crossdock.router.wire_format import ChatFormat, CompletionFormat
 
 Json = dict[str, Any]
 

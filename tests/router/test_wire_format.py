@@ -16,9 +16,9 @@ from crossdock.core.request import RequestId, SamplingParams, TokenLogprobs
 from crossdock.core.sequence import FinishReason
 from crossdock.router.output import Choice, OutputAssembler, OutputDelta, PreparedPrompt
 from crossdock.router.prepare import PreparedRequest
-from crossdock.router.responses import DONE, ChatFormat, CompletionFormat, ResponseFormat
 from crossdock.router.text import TextModel
 from crossdock.router.tokenizer import TokenizerParts
+from crossdock.router.wire_format import DONE, ChatFormat, CompletionFormat, WireFormat
 
 BOS, EOS = 256, 257
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -82,7 +82,7 @@ def assembled(of: Choice, arrived: Sequence[TokenDelta]) -> OutputAssembler:
     return assembler
 
 
-def format_of(kind: type[ResponseFormat], includes_usage: bool = False) -> ResponseFormat:
+def format_of(kind: type[WireFormat], includes_usage: bool = False) -> WireFormat:
     prepared = PreparedRequest("toy", (), False, includes_usage, kind)
     return kind(prepared, kind.id_prefix + "1", 1_796_000_000, "fp_1")
 
@@ -270,7 +270,7 @@ def test_a_body_is_not_built_from_an_unfinished_choice() -> None:
 # --- streams -----------------------------------------------------------------------------------
 
 
-def stream_of(form: ResponseFormat, of: Choice, arrived: Sequence[TokenDelta]) -> bytes:
+def stream_of(form: WireFormat, of: Choice, arrived: Sequence[TokenDelta]) -> bytes:
     outputs = fed(OutputAssembler(model(), of), arrived)
     return form.opening(of.index) + b"".join(form.chunk(of.index, output) for output in outputs)
 
@@ -312,7 +312,7 @@ def test_streamed_logprobs_come_with_their_token() -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
-def test_usage_is_null_in_every_chunk_but_the_last_and_absent_unless_asked_for(kind: type[ResponseFormat]) -> None:
+def test_usage_is_null_in_every_chunk_but_the_last_and_absent_unless_asked_for(kind: type[WireFormat]) -> None:
     arrived = deltas(ids("ab"), LENGTH, cached=1)
     plain = stream_of(format_of(kind), choice(is_stream=True), arrived)
     assert all("usage" not in chunk and chunk["choices"] for chunk in events(plain))

@@ -23,7 +23,7 @@ LOWEST_LOGPROB = -9999.0
 Json = dict[str, object]
 
 
-class ResponseFormat(ABC):
+class WireFormat(ABC):
     """One answer. ``created`` is in seconds since 1970; ``fingerprint`` changes with what computes the results."""
 
     id_prefix: ClassVar[str]
@@ -88,7 +88,7 @@ class ResponseFormat(ABC):
     def _logprobs(self, entries: Iterable[TokenEntry]) -> Json: ...
 
 
-class ChatFormat(ResponseFormat):
+class ChatFormat(WireFormat):
     """https://platform.openai.com/docs/api-reference/chat/object"""
 
     id_prefix = "chatcmpl-"
@@ -113,7 +113,7 @@ class ChatFormat(ResponseFormat):
         return {"content": content, "refusal": None}
 
 
-class CompletionFormat(ResponseFormat):
+class CompletionFormat(WireFormat):
     """https://platform.openai.com/docs/api-reference/completions/object"""
 
     id_prefix = "cmpl-"
