@@ -14,6 +14,7 @@ How a request passes through, from the client to the workers and back:
 ``dispatcher``        the control plane: messages to and from workers, failures, retries
 ``streams``           one request's events on their way to its client
 ``output``            tokens become text (``stop_strings``); ``wire_format`` puts it into OpenAI's form
+``parsing``           reasoning and tool calls are told apart from the text
 ``metrics``           what Prometheus reads
 ====================  ================================================================================
 """

@@ -130,11 +130,17 @@ def _byte_level_piece(token: str) -> bytes:
 
 
 class Detokenizer:
-    """The text of one output; ``prompt_ids`` are what it continues."""
+    """The text of one output; ``prompt_ids`` are what it continues, ``shown`` special tokens that are not skipped."""
 
-    def __init__(self, tokens: TokenBytes, prompt_ids: Sequence[int] = (), skips_special: bool = True) -> None:
+    def __init__(
+        self,
+        tokens: TokenBytes,
+        prompt_ids: Sequence[int] = (),
+        skips_special: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokens = tokens
-        self._skipped = tokens.special_ids if skips_special else frozenset()
+        self._skipped = tokens.special_ids - shown if skips_special else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokens.errors)
         self._num_prompt_bytes = self._read_prompt(prompt_ids)
         """Bytes at the end of the prompt that may still become a character together with the output."""

@@ -1,12 +1,13 @@
 """One choice of one HTTP request: what a worker is asked for, and from its tokens what the client is shown."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..core.messages import TokenDelta
 from ..core.request import SamplingParams, TokenLogprobs, pack_ids
 from ..core.sequence import FinishReason
 from .detokenizer import Detokenizer
+from .parsing.deltas import CallDelta, ParsedText, PlainText, TextParser
 from .stop_strings import Scanned, StopScanner
 from .text import TextModel
 
@@ -25,6 +26,22 @@ class PreparedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputSyntax:
+    """How the text of an answer is read: ``parser`` makes a reader of one answer.
+
+    ``markers`` are special tokens that it must see and others are not shown. ``ends_in_calls`` says that an answer
+    with calls is told by its finish reason, as it is unless the client itself has named the function.
+    """
+
+    parser: Callable[[], TextParser] = PlainText
+    markers: frozenset[int] = frozenset()
+    ends_in_calls: bool = True
+
+
+PLAIN = OutputSyntax()
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """``params`` is complete, as a worker needs it; ``stop`` are the strings that end the output, watched here.
 
@@ -37,6 +54,7 @@ class Choice:
     stop: tuple[str, ...] = ()
     echo: bool = False
     is_stream: bool = False
+    syntax: OutputSyntax = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +82,40 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What one token adds for the client. ``entries`` is empty unless logprobs were asked for."""
+    """What one token adds for the client: reasoning, then text, then calls.
+
+    ``entries`` is empty unless logprobs were asked for. ``ends_in_calls`` comes with the finish: the answer stopped in
+    order to have tools called.
+    """
 
     text: str = ""
     entries: tuple[TokenEntry, ...] = ()
     finish: FinishReason | None = None
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+    ends_in_calls: bool = False
 
     @property
     def is_empty(self) -> bool:
-        return not self.text and not self.entries and self.finish is None
+        return not (self.text or self.entries or self.reasoning or self.calls) and self.finish is None
 
 
 class OutputAssembler:
     """Fed with the tokens of one choice in order, each once, until `finish` is set.
 
-    With an echo the prompt is part of the first delta. Logprobs come with their token even while its text is
-    held back, and there is one for each token counted in `num_output`, the one that stops included.
+    With an echo the prompt is part of the first delta. Stop strings are looked for in all that the model writes,
+    before reasoning and calls are told apart from the text. Logprobs come with their token even while its text is held
+    back or becomes part of something else, and there is one for each token counted in `num_output`, the one that
+    stops included.
     """
 
     def __init__(self, text: TextModel, choice: Choice) -> None:
         self._text = text
         self._choice = choice
-        self._detokenizer = Detokenizer(text.token_bytes, choice.prompt.token_ids)
+        self._detokenizer = Detokenizer(text.token_bytes, choice.prompt.token_ids, shown=choice.syntax.markers)
         self._scanner = StopScanner(choice.stop)
+        self._parser = choice.syntax.parser()
+        self._has_calls = False
         self._prompt_logprobs: dict[int, TokenLogprobs] = {}
         self._num_chars = len(choice.prompt.text) if choice.echo else 0
         """Of the text before the next token, shown or held back."""
@@ -111,12 +140,11 @@ class OutputAssembler:
         entry = self._entry(delta)
         scanned = self._scan(delta)
         self.finish = FinishReason.STOP if scanned.is_stopped else delta.finish
-        output = OutputDelta(scanned.text, (entry,) if entry is not None else (), self.finish)
+        output = self._parsed(scanned.text, (entry,) if entry is not None else ())
         if not self._is_opened:
             self._is_opened = True
-            output = OutputDelta(
-                self._choice.prompt.text + output.text, (*self.prompt_entries(), *output.entries), output.finish
-            )
+            text, entries = self._choice.prompt.text + output.text, (*self.prompt_entries(), *output.entries)
+            output = replace(output, text=text, entries=entries)
         if not self._choice.is_stream:
             self._kept.append(output)
         return output
@@ -125,8 +153,26 @@ class OutputAssembler:
     def output(self) -> OutputDelta:
         """All of it, once finished; kept only for choices that are not streamed."""
         assert self.finish is not None, "a body is built from whole outputs"
-        text = "".join(delta.text for delta in self._kept)
-        return OutputDelta(text, tuple(entry for delta in self._kept for entry in delta.entries), self.finish)
+        return OutputDelta(
+            text="".join(delta.text for delta in self._kept),
+            entries=tuple(entry for delta in self._kept for entry in delta.entries),
+            finish=self.finish,
+            reasoning="".join(delta.reasoning for delta in self._kept),
+            calls=tuple(call for delta in self._kept for call in delta.calls),
+            ends_in_calls=self._ends_in_calls,
+        )
+
+    def _parsed(self, text: str, entries: tuple[TokenEntry, ...]) -> OutputDelta:
+        """Once `finish` is settled."""
+        parsed = self._parser.feed(text) if text else ParsedText()
+        if self.finish is not None:
+            parsed += self._parser.flush()
+        self._has_calls |= bool(parsed.calls)
+        return OutputDelta(parsed.content, entries, self.finish, parsed.reasoning, parsed.calls, self._ends_in_calls)
+
+    @property
+    def _ends_in_calls(self) -> bool:
+        return self.finish is FinishReason.STOP and self._has_calls and self._choice.syntax.ends_in_calls
 
     def _scan(self, delta: TokenDelta) -> Scanned:
         """Text of one token and, at the end, of everything held back. A stop token's own text is not shown."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import orjson
 
 from .output import OutputAssembler, OutputDelta, ScoredToken, TokenEntry
+from .parsing.deltas import CallArguments, CallDelta, CallStart, WholeCall, whole_calls
 
 if TYPE_CHECKING:
     from .prepare import PreparedRequest
@@ -50,7 +51,7 @@ class WireFormat(ABC):
         """One event; nothing for a delta that shows nothing."""
         if delta.is_empty:
             return b""
-        finish = b"null" if delta.finish is None else b'"%b"' % delta.finish.encode()
+        finish = b"null" if delta.finish is None else b'"%b"' % self._finish_reason(delta).encode()
         logprobs = orjson.dumps(self._logprobs(delta.entries)) if delta.entries else b"null"
         return self._event(
             b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (index, self._text_member(delta), logprobs, finish)
@@ -62,19 +63,24 @@ class WireFormat(ABC):
 
     def body(self, assemblers: Sequence[OutputAssembler]) -> bytes:
         """The whole answer; every choice must be finished."""
-        choices = [
-            {
-                "index": assembler.choice.index,
-                **self._message(assembler.output),
-                "logprobs": self._logprobs(assembler.output.entries) if assembler.output.entries else None,
-                "finish_reason": assembler.finish,
-            }
-            for assembler in assemblers
-        ]
+        choices = [self._whole_choice(assembler.choice.index, assembler.output) for assembler in assemblers]
         return orjson.dumps({**self._head, "choices": choices, "usage": usage_of(assemblers)})
+
+    def _whole_choice(self, index: int, output: OutputDelta) -> Json:
+        return {
+            "index": index,
+            **self._message(output),
+            "logprobs": self._logprobs(output.entries) if output.entries else None,
+            "finish_reason": self._finish_reason(output),
+        }
 
     def _event(self, choice: bytes) -> bytes:
         return self._chunk_start + b"[" + choice + b"]" + self._chunk_end
+
+    def _finish_reason(self, delta: OutputDelta) -> str:
+        """Of a delta that has one."""
+        assert delta.finish is not None, "only what ends has a reason to end"
+        return delta.finish
 
     @abstractmethod
     def _text_member(self, delta: OutputDelta) -> bytes:
@@ -89,7 +95,10 @@ class WireFormat(ABC):
 
 
 class ChatFormat(WireFormat):
-    """https://platform.openai.com/docs/api-reference/chat/object"""
+    """https://platform.openai.com/docs/api-reference/chat/object
+
+    Reasoning, which OpenAI's endpoint does not show, comes as ``reasoning_content`` and under vLLM's newer name for it.
+    """
 
     id_prefix = "chatcmpl-"
     body_object = "chat.completion"
@@ -100,11 +109,25 @@ class ChatFormat(WireFormat):
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         )
 
+    def _finish_reason(self, delta: OutputDelta) -> str:
+        return "tool_calls" if delta.ends_in_calls else super()._finish_reason(delta)
+
     def _text_member(self, delta: OutputDelta) -> bytes:
+        if delta.reasoning or delta.calls:
+            return b'"delta":' + orjson.dumps(_structured_delta(delta))
         return b'"delta":{"content":%b}' % orjson.dumps(delta.text) if delta.text or delta.entries else b'"delta":{}'
 
     def _message(self, output: OutputDelta) -> Json:
-        return {"message": {"role": "assistant", "content": output.text, "refusal": None}}
+        """Content is null, as at OpenAI, where the model has said nothing but something else."""
+        calls = [_whole_call(call) for call in whole_calls(output.calls)]
+        message: Json = {
+            "role": "assistant",
+            "content": output.text if output.text or not (calls or output.reasoning) else None,
+            "refusal": None,
+        }
+        if output.reasoning:
+            message |= _reasoning(output.reasoning)
+        return {"message": {**message, "tool_calls": calls} if calls else message}
 
     def _logprobs(self, entries: Iterable[TokenEntry]) -> Json:
         content = [
@@ -150,6 +173,46 @@ def usage_of(assemblers: Iterable[OutputAssembler]) -> Json:
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
+
+
+def _structured_delta(delta: OutputDelta) -> Json:
+    made: Json = {}
+    if delta.reasoning:
+        made |= _reasoning(delta.reasoning)
+    if delta.text:
+        made["content"] = delta.text
+    if delta.calls:
+        made["tool_calls"] = _call_entries(delta.calls)
+    return made
+
+
+def _reasoning(text: str) -> Json:
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_entries(calls: Iterable[CallDelta]) -> list[Json]:
+    """One entry a call: some clients take the first list of calls as it comes, whatever its indices say."""
+    starts: dict[int, CallStart] = {}
+    arguments: dict[int, str] = {}
+    for call in calls:
+        match call:
+            case CallStart(index):
+                starts[index] = call
+                arguments[index] = ""
+            case CallArguments(index, text):
+                arguments[index] = arguments.get(index, "") + text
+    return [_call_entry(index, starts.get(index), text) for index, text in arguments.items()]
+
+
+def _call_entry(index: int, start: CallStart | None, arguments: str) -> Json:
+    if start is None:
+        return {"index": index, "function": {"arguments": arguments}}
+    function = {"name": start.name, "arguments": arguments}
+    return {"index": index, "id": start.id, "type": "function", "function": function}
+
+
+def _whole_call(call: WholeCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _finite(logprob: float) -> float:

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from tokenizers.models import BPE
 from crossdock.core.messages import TokenDelta
 from crossdock.core.request import RequestId, SamplingParams, TokenLogprobs
 from crossdock.core.sequence import FinishReason
-from crossdock.router.output import Choice, OutputAssembler, OutputDelta, PreparedPrompt
+from crossdock.router.output import Choice, OutputAssembler, OutputDelta, OutputSyntax, PreparedPrompt
+from crossdock.router.parsing.deltas import CallArguments, CallStart, ParsedText
 from crossdock.router.prepare import PreparedRequest
 from crossdock.router.text import TextModel
 from crossdock.router.tokenizer import TokenizerParts
@@ -327,3 +329,104 @@ def test_usage_is_null_in_every_chunk_but_the_last_and_absent_unless_asked_for(k
     )
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
     assert DONE == b"data: [DONE]\n\n"
+
+
+# --- reasoning and calls -----------------------------------------------------------------------
+
+
+class Spelled:
+    """Reads ``?`` as the start of reasoning, ``!name`` as that of a call, letter by letter."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._is_reasoning = False
+
+    def feed(self, text: str) -> ParsedText:
+        return functools.reduce(ParsedText.__add__, map(self._letter, text), ParsedText())
+
+    def _letter(self, letter: str) -> ParsedText:
+        if letter in "?.":
+            self._is_reasoning = letter == "?"
+            return ParsedText()
+        if letter == "!":
+            self._num_calls += 1
+            return ParsedText(calls=(CallStart(self._num_calls - 1, f"call_{self._num_calls}", "f"),))
+        if self._num_calls:
+            return ParsedText(calls=(CallArguments(self._num_calls - 1, letter),))
+        return ParsedText(letter) if self._is_reasoning else ParsedText(content=letter)
+
+    def flush(self) -> ParsedText:
+        return ParsedText()
+
+
+def spelled(is_stream: bool = False, ends_in_calls: bool = True, **params: Any) -> Choice:
+    return replace(choice(is_stream=is_stream, **params), syntax=OutputSyntax(Spelled, ends_in_calls=ends_in_calls))
+
+
+def test_a_body_has_reasoning_calls_and_no_content_where_the_model_said_nothing_else() -> None:
+    assembler = assembled(spelled(), deltas([*ids("?so.!{}!1"), EOS], STOP))
+    (body,) = json.loads(format_of(ChatFormat).body([assembler]))["choices"]
+    assert body == {
+        "index": 0,
+        "message": {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "reasoning_content": "so",
+            "reasoning": "so",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+                {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": "1"}},
+            ],
+        },
+        "logprobs": None,
+        "finish_reason": "tool_calls",
+    }
+
+
+def test_a_stream_has_them_in_pieces_one_entry_a_call() -> None:
+    stream = stream_of(format_of(ChatFormat), spelled(is_stream=True), deltas([*ids("?s.a!{"), EOS], STOP))
+    made = [chunk["choices"][0] for chunk in events(stream)]
+    start = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert [choice["delta"] for choice in made[1:]] == [
+        {"reasoning_content": "s", "reasoning": "s"},
+        {"content": "a"},
+        {"tool_calls": [start]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in made] == [None] * 5 + ["tool_calls"]
+    both = OutputDelta("x", calls=(CallStart(0, "call_1", "f"), CallArguments(0, "{"), CallArguments(0, "}")))
+    (chunk,) = events(format_of(ChatFormat).chunk(0, both))
+    started = {**start, "function": {"name": "f", "arguments": "{}"}}
+    assert chunk["choices"][0]["delta"] == {"content": "x", "tool_calls": [started]}
+
+
+@pytest.mark.parametrize(
+    ("said", "finish", "ends_in_calls", "reason"),
+    [
+        ("!{}", STOP, True, "tool_calls"),
+        ("!{}", STOP, False, "stop"),
+        ("!{", LENGTH, True, "length"),
+        ("hello", STOP, True, "stop"),
+    ],
+)
+def test_calls_are_the_reason_to_stop_unless_the_client_named_the_function(
+    said: str, finish: FinishReason, ends_in_calls: bool, reason: str
+) -> None:
+    end = [EOS] if finish is STOP else []
+    assembler = assembled(spelled(ends_in_calls=ends_in_calls), deltas([*ids(said), *end], finish))
+    (body,) = json.loads(format_of(ChatFormat).body([assembler]))["choices"]
+    assert body["finish_reason"] == reason
+
+
+def test_logprobs_count_every_token_whatever_its_text_becomes() -> None:
+    assembler = assembled(spelled(logprobs=0), deltas([*ids("?s.a!{"), EOS], STOP, logprob=-0.5))
+    (body,) = json.loads(format_of(ChatFormat).body([assembler]))["choices"]
+    assert [entry["token"] for entry in body["logprobs"]["content"]] == [*"?s.a!{", "</s>"]
+
+
+def test_a_parser_sees_the_special_tokens_that_are_its_markers() -> None:
+    seen = OutputSyntax(markers=frozenset({BOS}))
+    assert assembled(replace(choice(), syntax=seen), deltas([BOS, *ids("a"), EOS])).output.text == "<s>a"
+    assert assembled(choice(), deltas([BOS, *ids("a"), EOS])).output.text == "a"
