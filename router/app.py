@@ -125,12 +125,11 @@ class Router:
             prepared = await self._prepared(http, prepare)
             self._check_room_for(len(prepared.choices))
             stream.watch(http.receive)
-            response_id = prepared.format.id_prefix + uuid.uuid4().hex
-            stream.open(_requests(prepared, response_id), not prepared.is_stream, arrived_at)
-            form = prepared.format(prepared, response_id, int(time.time()), self._fingerprint())
+            form = prepared.format(prepared, uuid.uuid4().hex, int(time.time()), self._fingerprint())
+            stream.open(_requests(prepared, form.id), not prepared.is_stream, arrived_at)
             reply = Reply(stream, prepared, self.text, form)
             try:
-                headers = {"x-request-id": response_id}
+                headers = {"x-request-id": form.id}
                 if not prepared.is_stream:
                     return Response(await reply.body(), headers=headers, media_type="application/json")
                 return EventStream(await reply.next_bytes(), reply, headers, cleanup.pop_all())
@@ -187,7 +186,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     data = await self._reply.next_bytes()
             except ApiError as error:
-                data = error.event()
+                data = self._reply.failure(error)
             except ClientGone:
                 return
             await send({"type": "http.response.body", "body": data, "more_body": False})

@@ -58,15 +58,16 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class CompletionFields(Body):
-    """What both endpoints take. ``None`` is the same as absent, and means the model's or OpenAI's default."""
+class RequestFields(Body):
+    """What every endpoint that generates takes.
+
+    ``None`` is the same as absent, and means the model's or OpenAI's default.
+    """
 
     unsupported: ClassVar[Unsupported] = {}
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
@@ -100,6 +101,13 @@ class CompletionFields(Body):
             if data[name] not in cls.unsupported[name]:
                 raise _refusal(name, f"'{name}' is not supported by this server")
         return {name: value for name, value in data.items() if name not in cls.unsupported}
+
+
+class CompletionFields(RequestFields):
+    """What both endpoints of completions take."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:

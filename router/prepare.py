@@ -38,13 +38,20 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """``choices`` are in the order of their index: all of the first prompt, then all of the second, …"""
+    """``choices`` are in the order of their index: all of the first prompt, then all of the second, …
+
+    ``format`` makes the writer of the answer; see `MakeFormat`.
+    """
 
     model_name: str
     choices: tuple[Choice, ...]
     is_stream: bool
     includes_usage: bool
-    format: type[WireFormat]
+    format: "MakeFormat"
+
+
+MakeFormat = Callable[[PreparedRequest, str, int, str], WireFormat]
+"""Of the request, a unique string for the id, the time (seconds since 1970) and the fingerprint of what computes."""
 
 
 def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed) -> PreparedRequest:
@@ -133,8 +140,6 @@ def choices_of(
     ]
 
 
-def _prepared(
-    body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: type[WireFormat]
-) -> PreparedRequest:
+def _prepared(body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: MakeFormat) -> PreparedRequest:
     includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return PreparedRequest(limits.model_name, tuple(choices), bool(body.stream), includes_usage, format)

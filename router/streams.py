@@ -20,7 +20,7 @@ from .output import OutputAssembler
 from .placement import NoCapacity
 from .prepare import PreparedRequest
 from .text import TextModel
-from .wire_format import DONE, WireFormat
+from .wire_format import WireFormat
 
 
 class ClientGone(Exception):
@@ -158,11 +158,12 @@ class Reply:
             written = b"".join([self._take(event) for event in await self._stream.next_events()])
             if not self._num_unfinished:
                 self._is_closed = True
-                written += self._ending()
+                written += self._form.ending(self._assemblers)
         return written
 
-    def _ending(self) -> bytes:
-        return (self._form.usage_chunk(self._assemblers) if self._prepared.includes_usage else b"") + DONE
+    def failure(self, error: ApiError) -> bytes:
+        """The server-sent events that end a stream which fails."""
+        return self._form.failure(error)
 
     def _take(self, event: Event) -> bytes:
         """The server-sent events that follow from one event, if any."""

@@ -1,7 +1,7 @@
 """Results in OpenAI's wire format: one JSON body, or server-sent events written by hand around the text.
 
-`ChatFormat` and `CompletionFormat` do the same for the two endpoints; which of them a request needs is settled when it
-is prepared.
+`WireFormat` is what a `Reply` needs of any endpoint; `ChatFormat` and `CompletionFormat` are those of the completions.
+Which of them a request needs is settled when it is prepared.
 """
 
 from abc import ABC, abstractmethod
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import orjson
 
+from .openai_errors import ApiError
 from .output import OutputAssembler, OutputDelta, ScoredToken, TokenEntry
 from .parsing.deltas import CallArguments, CallDelta, CallStart, WholeCall, whole_calls
 
@@ -25,15 +26,46 @@ Json = dict[str, object]
 
 
 class WireFormat(ABC):
-    """One answer. ``created`` is in seconds since 1970; ``fingerprint`` changes with what computes the results."""
+    """One answer, whose ``id`` the client sees; its deltas are given in order."""
+
+    id: str
+
+    @abstractmethod
+    def opening(self, index: int) -> bytes:
+        """What the first events of a choice are preceded by."""
+
+    @abstractmethod
+    def chunk(self, index: int, delta: OutputDelta) -> bytes:
+        """The events that show one delta, if any."""
+
+    @abstractmethod
+    def ending(self, assemblers: Sequence[OutputAssembler]) -> bytes:
+        """The last events of a stream whose choices are all finished."""
+
+    @abstractmethod
+    def body(self, assemblers: Sequence[OutputAssembler]) -> bytes:
+        """The whole answer; every choice must be finished."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return error.event()
+
+
+class ChoicesFormat(WireFormat):
+    """Completions of some number of choices.
+
+    ``created`` is in seconds since 1970; ``fingerprint`` changes with what computes the results.
+    """
 
     id_prefix: ClassVar[str]
     body_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, prepared: "PreparedRequest", response_id: str, created: int, fingerprint: str) -> None:
+    def __init__(self, prepared: "PreparedRequest", unique: str, created: int, fingerprint: str) -> None:
+        self.id = self.id_prefix + unique
+        self._includes_usage = prepared.includes_usage
         self._head: Json = {
-            "id": response_id,
+            "id": self.id,
             "object": self.body_object,
             "created": created,
             "model": prepared.model_name,
@@ -44,7 +76,6 @@ class WireFormat(ABC):
         self._chunk_end = (b',"usage":null' if prepared.includes_usage else b"") + b"}\n\n"
 
     def opening(self, index: int) -> bytes:
-        """What the first chunk of this choice is preceded by."""
         return b""
 
     def chunk(self, index: int, delta: OutputDelta) -> bytes:
@@ -57,12 +88,10 @@ class WireFormat(ABC):
             b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (index, self._text_member(delta), logprobs, finish)
         )
 
-    def usage_chunk(self, assemblers: Sequence[OutputAssembler]) -> bytes:
-        """The last chunk, without choices."""
-        return self._chunk_start + b'[],"usage":' + orjson.dumps(usage_of(assemblers)) + b"}\n\n"
+    def ending(self, assemblers: Sequence[OutputAssembler]) -> bytes:
+        return (self._usage_chunk(assemblers) if self._includes_usage else b"") + DONE
 
     def body(self, assemblers: Sequence[OutputAssembler]) -> bytes:
-        """The whole answer; every choice must be finished."""
         choices = [self._whole_choice(assembler.choice.index, assembler.output) for assembler in assemblers]
         return orjson.dumps({**self._head, "choices": choices, "usage": usage_of(assemblers)})
 
@@ -73,6 +102,10 @@ class WireFormat(ABC):
             "logprobs": self._logprobs(output.entries) if output.entries else None,
             "finish_reason": self._finish_reason(output),
         }
+
+    def _usage_chunk(self, assemblers: Sequence[OutputAssembler]) -> bytes:
+        """The last chunk, without choices."""
+        return self._chunk_start + b'[],"usage":' + orjson.dumps(usage_of(assemblers)) + b"}\n\n"
 
     def _event(self, choice: bytes) -> bytes:
         return self._chunk_start + b"[" + choice + b"]" + self._chunk_end
@@ -94,7 +127,7 @@ class WireFormat(ABC):
     def _logprobs(self, entries: Iterable[TokenEntry]) -> Json: ...
 
 
-class ChatFormat(WireFormat):
+class ChatFormat(ChoicesFormat):
     """https://platform.openai.com/docs/api-reference/chat/object
 
     Reasoning, which OpenAI's endpoint does not show, comes as ``reasoning_content`` and under vLLM's newer name for it.
@@ -136,7 +169,7 @@ class ChatFormat(WireFormat):
         return {"content": content, "refusal": None}
 
 
-class CompletionFormat(WireFormat):
+class CompletionFormat(ChoicesFormat):
     """https://platform.openai.com/docs/api-reference/completions/object"""
 
     id_prefix = "cmpl-"

@@ -70,7 +70,7 @@ class Exchange:
         fields = {"model": "toy", "prompt": "hi", "max_tokens": 20, **body}
         request = CompletionRequest.model_validate(fields)
         prepared = prepare_completion(request, text, Limits("toy", 400, 257, 128), lambda: 1)
-        form = prepared.format(prepared, "cmpl-1", 0, "fp")
+        form = prepared.format(prepared, "1", 0, "fp")
         self.reply = Reply(self.stream, prepared, text, form)
         self.requests = [
             Request(request_id=RequestId(f"r-{n}"), prompt=choice.prompt.packed, params=choice.params)

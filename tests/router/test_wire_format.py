@@ -20,7 +20,7 @@ from crossdock.router.parsing.deltas import CallArguments, CallStart, ParsedText
 from crossdock.router.prepare import PreparedRequest
 from crossdock.router.text import TextModel
 from crossdock.router.tokenizer import TokenizerParts
-from crossdock.router.wire_format import DONE, ChatFormat, CompletionFormat, WireFormat
+from crossdock.router.wire_format import DONE, ChatFormat, ChoicesFormat, CompletionFormat
 
 BOS, EOS = 256, 257
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -84,9 +84,9 @@ def assembled(of: Choice, arrived: Sequence[TokenDelta]) -> OutputAssembler:
     return assembler
 
 
-def format_of(kind: type[WireFormat], includes_usage: bool = False) -> WireFormat:
+def format_of(kind: type[ChoicesFormat], includes_usage: bool = False) -> ChoicesFormat:
     prepared = PreparedRequest("toy", (), False, includes_usage, kind)
-    return kind(prepared, kind.id_prefix + "1", 1_796_000_000, "fp_1")
+    return kind(prepared, "1", 1_796_000_000, "fp_1")
 
 
 def events(stream: bytes) -> list[Any]:
@@ -272,7 +272,7 @@ def test_a_body_is_not_built_from_an_unfinished_choice() -> None:
 # --- streams -----------------------------------------------------------------------------------
 
 
-def stream_of(form: WireFormat, of: Choice, arrived: Sequence[TokenDelta]) -> bytes:
+def stream_of(form: ChoicesFormat, of: Choice, arrived: Sequence[TokenDelta]) -> bytes:
     outputs = fed(OutputAssembler(model(), of), arrived)
     return form.opening(of.index) + b"".join(form.chunk(of.index, output) for output in outputs)
 
@@ -314,13 +314,13 @@ def test_streamed_logprobs_come_with_their_token() -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
-def test_usage_is_null_in_every_chunk_but_the_last_and_absent_unless_asked_for(kind: type[WireFormat]) -> None:
+def test_usage_is_null_in_every_chunk_but_the_last_and_absent_unless_asked_for(kind: type[ChoicesFormat]) -> None:
     arrived = deltas(ids("ab"), LENGTH, cached=1)
     plain = stream_of(format_of(kind), choice(is_stream=True), arrived)
     assert all("usage" not in chunk and chunk["choices"] for chunk in events(plain))
     form = format_of(kind, includes_usage=True)
     assert [chunk["usage"] for chunk in events(stream_of(form, choice(is_stream=True), arrived))][-1] is None
-    (last,) = events(form.usage_chunk([assembled(choice(), arrived)]))
+    (last,) = events(form.ending([assembled(choice(), arrived)]).removesuffix(DONE))
     assert last["choices"] == []
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"], last["usage"]["total_tokens"]) == (
         2,
