@@ -4,7 +4,8 @@ How a request passes through, from the client to the workers and back:
 
 ====================  ================================================================================
 ``server``            the process: listening socket, signals, drain
-``app``               the endpoints, and what they share
+``app``               what all endpoints share, and the app that they make together
+``*_routes``          the endpoints; ``openapi`` describes them, ``openai_answers`` their answers
 ``openai_api``        the bodies of requests; ``openai_errors`` the answers that are no result
 ``prepare``           a body becomes choices in tokens (``prompts``, ``sampling``, ``chat_template``)
 ``offline``           the same door for `LLM`, which has no bodies
@@ -15,6 +16,8 @@ How a request passes through, from the client to the workers and back:
 ``streams``           one request's events on their way to its client
 ``output``            tokens become text (``stop_strings``); ``wire_format`` puts it into OpenAI's form
 ``parsing``           reasoning and tool calls are told apart from the text
+``tokenization``      ``/tokenize`` and ``/detokenize``
+``pages``             what a browser is shown
 ``metrics``           what Prometheus reads
 ====================  ================================================================================
 """

@@ -8,23 +8,26 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 
-import orjson
 from fastapi import FastAPI, HTTPException
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..core.config import RouterConfig
 from ..core.request import Request, RequestId
+from .completion_routes import EVENTS, completion_routes
 from .dispatcher import Dispatcher
 from .ledger import Failure
 from .metrics import RouterMetrics
-from .openai_api import ChatCompletionRequest, CompletionRequest
-from .openai_errors import ApiError, exception_handlers, shown
-from .prepare import Limits, PreparedRequest, prepare_chat, prepare_completion
+from .model_routes import model_routes
+from .openai_errors import ApiError, exception_handlers
+from .openapi import DescribedApp
+from .operation_routes import operation_routes
+from .pages.routes import page_routes
+from .prepare import Limits, PreparedRequest
 from .streams import ClientGone, Reply, Stream
 from .text import TextModel
+from .tokenization import tokenization_routes
 
 LONG_BODY_BYTES = 8 << 10
 """Longer requests are tokenised in a thread; for shorter ones the switch would cost more."""
@@ -214,49 +217,8 @@ class BodyLimit:
 
 
 def create_app(router: Router) -> FastAPI:
-    app = FastAPI(title="Crossdock", docs_url=None, redoc_url=None, exception_handlers=exception_handlers)
+    app = DescribedApp(EVENTS, exception_handlers=exception_handlers)
     app.add_middleware(BodyLimit, max_bytes=router.config.max_body_bytes)
-
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatCompletionRequest, http: HttpRequest) -> Response:
-        return await router.answer(http, partial(prepare_chat, body))
-
-    @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
-        return await router.answer(http, partial(prepare_completion, body))
-
-    get = partial(app.api_route, methods=["GET", "HEAD"], response_model=None)
-
-    @get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [_model_card(router)]})
-
-    @get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        if model != router.model_name:
-            raise ApiError(404, f"The model {shown(model)} does not exist.", param="model", code="model_not_found")
-        return _json(_model_card(router))
-
-    @get("/health")
-    async def health() -> Response:
-        return Response(status_code=200 if router.is_ready else 503)
-
-    @get("/metrics")
-    async def metrics() -> Response:
-        return Response(router.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
+    for routes in (completion_routes, model_routes, tokenization_routes, operation_routes, page_routes):
+        app.include_router(routes(router))
     return app
-
-
-def _json(content: Mapping[str, object]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
-
-
-def _model_card(router: Router) -> dict[str, str | int]:
-    return {
-        "id": router.model_name,
-        "object": "model",
-        "created": router.started_at,
-        "owned_by": "crossdock",
-        "max_model_len": router.dispatcher.fleet.max_model_len(),
-    }

@@ -96,7 +96,7 @@ class RequestFields(Body):
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        _check_values(data)
+        check_values(data)
         for name in cls.unsupported.keys() & data.keys():
             if data[name] not in cls.unsupported[name]:
                 raise _refusal(name, f"'{name}' is not supported by this server")
@@ -121,7 +121,7 @@ def _refusal(field: str, reason: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{reason}", {"field": field, "reason": reason})
 
 
-def _check_values(data: dict[str, Any]) -> None:
+def check_values(data: dict[str, Any]) -> None:
     """Raises for lone surrogates and numbers beyond 64 bits, which no other process could be told, and huge objects."""
     for name, value in data.items():
         if isinstance(value, dict) and len(value) > MAX_ENTRIES:

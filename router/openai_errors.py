@@ -46,6 +46,10 @@ class ApiError(Exception):
         return cls(400, message, param=param, code=code)
 
     @classmethod
+    def unknown_model(cls, model: str) -> "ApiError":
+        return cls(404, f"The model {shown(model)} does not exist.", param="model", code="model_not_found")
+
+    @classmethod
     def overloaded(cls, message: str, retry_after: int = 1) -> "ApiError":
         return cls(503, message, type=SERVER_ERROR, code="overloaded", retry_after=retry_after)
 

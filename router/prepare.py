@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ..core.request import SamplingParams
 from .openai_api import ChatCompletionRequest, CompletionFields, CompletionRequest
-from .openai_errors import ApiError, shown
+from .openai_errors import ApiError
 from .output import Choice, PreparedPrompt
 from .prompts import chat_prompt, completion_prompts
 from .sampling import check_ids, choice_seed, sampling_params
@@ -91,7 +91,7 @@ def prepare_completion(
 
 def _check_model(body: CompletionFields, limits: Limits) -> None:
     if body.model is not None and body.model != limits.model_name:
-        raise ApiError(404, f"The model {shown(body.model)} does not exist.", param="model", code="model_not_found")
+        raise ApiError.unknown_model(body.model)
 
 
 def _check_number(num_choices: int, limits: Limits) -> None:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
+import httpx
 import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -36,7 +37,7 @@ from crossdock.core.messages import (
 from crossdock.core.part import Delivery
 from crossdock.core.request import Request, RequestId, TokenLogprobs, TransferId
 from crossdock.core.sequence import FinishReason
-from crossdock.router.app import Router
+from crossdock.router.app import Router, create_app
 from crossdock.router.dispatcher import Dispatcher
 from crossdock.router.metrics import RouterMetrics
 from crossdock.router.text import TextModel
@@ -301,3 +302,11 @@ async def cluster(text: TextModel, config: RouterConfig) -> AsyncIterator[Cluste
     with contextlib.suppress(asyncio.CancelledError):
         await control
     mailbox.close()
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    """Speaks to the cluster's router without a socket."""
+    transport = httpx.ASGITransport(create_app(cluster.router), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
+        yield http

@@ -21,13 +21,6 @@ Json = dict[str, object]
 
 
 @pytest.fixture
-async def client(cluster: "Cluster") -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_app(cluster.router), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
-        yield http
-
-
-@pytest.fixture
 async def address(cluster: "Cluster") -> AsyncIterator[tuple[str, int]]:
     """Of the same app behind a real server, for clients that leave."""
     listener = listen("127.0.0.1", 0)

@@ -1,0 +1,165 @@
+"""The bodies of answers, as ``/openapi.json`` describes them and tests check them.
+
+They describe; they do not build: what is sent is written by hand where it is made (``responses``, ``openai_errors``).
+https://platform.openai.com/docs/api-reference
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length"]
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ErrorDetail(Answer):
+    message: str
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: str | None
+
+
+class ErrorAnswer(Answer):
+    """OpenAI's form of an error, which all endpoints use."""
+
+    error: ErrorDetail
+
+
+class CachedTokens(Answer):
+    cached_tokens: int = Field(ge=0)
+
+
+class Usage(Answer):
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=0)
+    prompt_tokens_details: CachedTokens
+
+
+class ChatToken(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenWithTop(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatTokenWithTop]
+    refusal: None
+
+
+class ChatMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class Completed(Answer):
+    """What every result and every piece of one begins with."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(Completed):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Answer):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(Completed):
+    """One event of a streamed chat. With ``include_usage`` the last has the usage and no choices."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class LegacyLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Answer):
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: FinishReason | None
+    """Null only before the end of a stream."""
+
+
+class TextCompletion(Completed):
+    """A completion, or one event of a streamed one."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    """The longest prompt plus output that can be served now; 0 without workers."""
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokenized(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    """As the vocabulary spells them; only where ``return_token_strs`` is true."""
+
+
+class Detokenized(Answer):
+    prompt: str
+
+
+class Version(Answer):
+    version: str
+
+
+class Readiness(Answer):
+    is_ready: bool
+    reasons: list[str]
+    """Why not; empty when it is."""
+    workers: dict[str, int]
+    """Live ones by role."""

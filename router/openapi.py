@@ -1,0 +1,118 @@
+"""What ``/openapi.json`` says: every path, every field of every body, every status with the form of its answer.
+
+Route files describe their routes with `answers` and `get`; `DescribedApp` puts it together. An endpoint that can
+answer with a status says so, and the other way round.
+"""
+
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from ..core.version import VERSION
+from .openai_answers import ErrorAnswer
+
+Answers = dict[int | str, dict[str, Any]]
+Endpoint = Callable[..., Coroutine[Any, Any, Response]]
+
+BODY_ERRORS = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+"""Of every endpoint that reads a body."""
+WORK_ERRORS = (*BODY_ERRORS, HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
+"""Of every endpoint that gives work to the workers of the model that the body names."""
+
+_MEANINGS: dict[int, str] = {
+    400: "The request is not valid; `param` names the field",
+    404: "No such model or object",
+    413: "The body is too long",
+    500: "A fault of the server",
+    503: "No capacity at the moment; `retry-after` says when to come again",
+}
+
+_DESCRIPTION = (
+    "OpenAI's API, served by prefill and decode workers. Errors have one form everywhere; "
+    "unknown fields are refused by name."
+)
+
+
+def answers(body: type[BaseModel], *errors: int, event: type[BaseModel] | None = None) -> Answers:
+    """For ``responses=`` of a route: 200 with ``body``, or events of which each is an ``event``; then its errors."""
+    content: dict[str, Any] = {}
+    if event is not None:
+        content["text/event-stream"] = {"itemSchema": _event_schema(event)}
+    found: Answers = {200: {"model": body, "content": content, "description": "The answer"}}
+    for status in (*errors, 500):
+        found[int(status)] = {"model": ErrorAnswer, "description": _MEANINGS[status]}
+    return found
+
+
+def _event_schema(event: type[BaseModel]) -> dict[str, Any]:
+    """A server-sent event whose data is JSON; the last of a stream that ends well is ``[DONE]``."""
+    schema = {"$ref": f"#/components/schemas/{event.__name__}"}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def plain(media_type: str, description: str) -> Answers:
+    """For ``responses=`` of a route that answers with a text."""
+    return {200: {"description": description, "content": {media_type: {"schema": {"type": "string"}}}}}
+
+
+def get(routes: APIRouter, path: str, responses: Answers) -> Callable[[Endpoint], Endpoint]:
+    """A decorator: the endpoint answers GET, and HEAD, which needs no description of its own."""
+
+    def register(endpoint: Endpoint) -> Endpoint:
+        # The first route serves, and tells other methods what is allowed; the second is there to be described.
+        routes.api_route(path, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)(endpoint)
+        routes.get(path, response_model=None, response_class=Response, responses=responses)(endpoint)
+        return endpoint
+
+    return register
+
+
+def example(**body: object) -> dict[str, Any]:
+    """For ``openapi_extra=`` of a route: a body that works with any model."""
+    return {"requestBody": {"content": {"application/json": {"example": body}}}}
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+class DescribedApp(FastAPI):
+    """An app whose description is complete. ``events`` are the bodies that occur in event streams alone."""
+
+    def __init__(self, events: tuple[type[BaseModel], ...], **settings: Any) -> None:
+        super().__init__(
+            title="Crossdock",
+            version=VERSION,
+            description=_DESCRIPTION,
+            docs_url=None,
+            redoc_url=None,
+            generate_unique_id_function=_operation_id,
+            **settings,
+        )
+        self._events = events
+
+    def openapi(self) -> dict[str, Any]:
+        """Made once. A validation error is a 400 here, not FastAPI's 422."""
+        if self.openapi_schema is None:
+            schema = get_openapi(
+                title=self.title, version=self.version, description=self.description, routes=self.routes
+            )
+            schemas = schema["components"]["schemas"]
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            for event in self._events:
+                definition = event.model_json_schema(ref_template="#/components/schemas/{model}")
+                schemas |= definition.pop("$defs", {})
+                schemas[event.__name__] = definition
+            self.openapi_schema = schema
+        return self.openapi_schema

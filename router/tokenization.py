@@ -1,0 +1,132 @@
+"""``/tokenize`` and ``/detokenize``: a prompt in tokens by the same way that a completion takes, and back.
+
+Both are vLLM's: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+from fastapi import APIRouter
+from fastapi.responses import Response
+from pydantic import Field, JsonValue, model_validator
+
+from .openai_answers import Detokenized, Tokenized
+from .openai_api import Body, ChatCompletionRequest, Message, TokenIds, check_values
+from .openai_errors import ApiError
+from .openapi import WORK_ERRORS, answers, example
+from .prompts import chat_prompt
+from .sampling import check_ids
+from .text import TextModel
+
+if TYPE_CHECKING:
+    from .app import Router
+
+
+class CheckedBody(Body):
+    """A body that other processes could be told: no lone surrogates, no huge numbers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_values(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            check_values(data)
+        return data
+
+
+class TokenizeRequest(CheckedBody):
+    """``POST /tokenize``: a ``prompt`` or ``messages``.
+
+    ``add_special_tokens`` is true where nothing else is said for a prompt and false for messages, whose template
+    writes the special tokens itself. The fields after it are those of a chat.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+
+class DetokenizeRequest(CheckedBody):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def prompt_ids(body: TokenizeRequest, text: TextModel) -> list[int]:
+    """Raises `ApiError` for fields that do not go together, and where the chat template refuses the messages."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError.invalid("prompt", "One of 'prompt' and 'messages' is needed, and not both.")
+    if body.prompt is not None:
+        _check_is_no_chat(body)
+        return (text.encode if body.add_special_tokens is not False else text.encode_chat)(body.prompt).ids
+    if body.add_generation_prompt and body.continue_final_message:
+        raise ApiError.invalid(
+            "continue_final_message", "'continue_final_message' and 'add_generation_prompt' exclude each other."
+        )
+    chat = ChatCompletionRequest.model_construct(
+        messages=body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    prompt = chat_prompt(chat, text)
+    return text.encode(prompt.text).ids if body.add_special_tokens else prompt.token_ids
+
+
+def _check_is_no_chat(body: TokenizeRequest) -> None:
+    for field in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        if getattr(body, field) is not None:
+            raise ApiError.invalid(field, f"'{field}' is only allowed with 'messages'.")
+
+
+def token_strs(token_ids: Sequence[int], text: TextModel) -> list[str | None]:
+    """As the vocabulary spells them: ``Ġhello`` is a token that begins with a blank."""
+    return [text.tokenizer.id_to_token(token_id) for token_id in token_ids]
+
+
+def tokenization_routes(router: "Router") -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post(
+        "/tokenize",
+        response_model=None,
+        response_class=Response,
+        responses=answers(Tokenized, *WORK_ERRORS),
+        openapi_extra=example(prompt="The capital of France is", return_token_strs=True),
+    )
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The tokens of a text, or of messages in the model's chat template, as a completion would see them."""
+        _check_model(body.model, router)
+        limits = router.limits()
+        ids = await asyncio.to_thread(prompt_ids, body, router.text)
+        strings = {"token_strs": token_strs(ids, router.text)} if body.return_token_strs else {}
+        found = {"count": len(ids), "max_model_len": limits.max_model_len, "tokens": ids, **strings}
+        return Response(orjson.dumps(found), media_type="application/json")
+
+    @routes.post(
+        "/detokenize",
+        response_model=None,
+        response_class=Response,
+        responses=answers(Detokenized, *WORK_ERRORS),
+        openapi_extra=example(tokens=[0, 1, 2]),
+    )
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of tokens, special ones included."""
+        _check_model(body.model, router)
+        check_ids("tokens", body.tokens, router.limits().vocab_size)
+        prompt = await asyncio.to_thread(router.text.decode, body.tokens, skips_special=False)
+        return Response(orjson.dumps({"prompt": prompt}), media_type="application/json")
+
+    return routes
+
+
+def _check_model(model: str | None, router: "Router") -> None:
+    if model is not None and model != router.model_name:
+        raise ApiError.unknown_model(model)
