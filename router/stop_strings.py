@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .parsing.markers import unfinished
+
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
@@ -33,7 +35,7 @@ class StopScanner:
         if start is not None:
             self._held = ""
             return Scanned(seen[:start], is_stopped=True)
-        border = min((self._unfinished(seen, stop) for stop in self._stops), default=len(seen))
+        border = min((unfinished(seen, stop) for stop in self._stops), default=len(seen))
         self._held = seen[border:]
         return Scanned(seen[:border])
 
@@ -51,13 +53,3 @@ class StopScanner:
             start = seen.find(stop, max(0, len(self._held) - len(stop) + 1))
             if start >= 0:
                 yield start + len(stop), start
-
-    @staticmethod
-    def _unfinished(seen: str, stop: str) -> int:
-        """Where the longest end of ``seen`` that is a proper beginning of ``stop`` starts."""
-        start = seen.find(stop[0], max(0, len(seen) - len(stop) + 1))
-        while start >= 0:
-            if stop.startswith(seen[start:]):
-                return start
-            start = seen.find(stop[0], start + 1)
-        return len(seen)
