@@ -1,6 +1,7 @@
 """Every knob, on one page. The command line (cli.py) and `LLM` fill these in; nothing reads the environment later."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .messages import Role
 
@@ -62,6 +63,24 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DoorConfig:
+    """Who may come in (router/access). As it stands here everybody may, and nothing is written down."""
+
+    api_keys: Path | None = None
+    """A file made by ``crossdock keys``; read again when it changes."""
+    api_key: str | None = field(default=None, repr=False)
+    """One key without limits, beside or instead of the file."""
+    public_paths: tuple[str, ...] = ("/", "/health", "/ready", "/version", "/metrics")
+    """Need no key."""
+    request_timeout_seconds: float | None = None
+    """A request that takes longer ends; a client may ask for less."""
+    max_body_bytes: int = 8 << 20
+    """A longer HTTP request gets 413."""
+    max_nesting: int = 100
+    """Levels of arrays and objects in a body."""
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The `crossdock router` process."""
 
@@ -79,6 +98,5 @@ class RouterConfig:
     """How often a request that has emitted nothing may start again elsewhere."""
     max_open_requests: int = 2048
     """More are refused with 503 before any work."""
-    max_body_bytes: int = 8 << 20
-    """A longer HTTP request gets 413."""
+    door: DoorConfig = field(default_factory=DoorConfig)
     drain_seconds: float = 30.0

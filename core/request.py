@@ -14,6 +14,8 @@ RequestId = NewType("RequestId", str)
 TransferId = NewType("TransferId", str)
 
 MAX_LOGPROBS = 20
+MOST_URGENT, LEAST_URGENT = -(2**31), 2**31 - 1
+"""Priorities: a lower number goes first."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -8,13 +8,19 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ..core.config import RouterConfig
 from ..core.request import Request, RequestId
+from .access.access import Access
+from .access.admission import Admission
+from .access.body import BodyLimits
+from .access.caller import Caller
+from .access.request_id import RequestIds
+from .access.visit import Visit
 from .completion_routes import EVENTS, completion_routes
 from .dispatcher import Dispatcher
 from .ledger import Failure
@@ -48,6 +54,7 @@ class Router:
         self.text = text
         self.dispatcher = dispatcher
         self.metrics = metrics
+        self.access = Access(config.door)
         self.model_name = config.served_model_name or config.model
         self.started_at = int(time.time())
         self.is_draining = False
@@ -122,20 +129,24 @@ class Router:
     async def answer(self, http: HttpRequest, prepare: Prepare) -> Response:
         """Serve one completion from its validated body to its last byte."""
         arrived_at = time.monotonic()
+        visit: Visit = http.state.visit
         with ExitStack() as cleanup:
             stream = self.open_stream()
             cleanup.callback(self.close_stream, stream)
             prepared = await self._prepared(http, prepare)
             self._check_room_for(len(prepared.choices))
+            visit.reserve(prepared.num_prompt_tokens, prepared.most_tokens)
             stream.watch(http.receive)
+            if visit.deadline is not None:
+                stream.end_at(visit.deadline)
             form = prepared.format(prepared, uuid.uuid4().hex, int(time.time()), self._fingerprint())
-            stream.open(_requests(prepared, form.id), not prepared.is_stream, arrived_at)
+            stream.open(_requests(prepared, form.id, visit.caller), not prepared.is_stream, arrived_at)
             reply = Reply(stream, prepared, self.text, form)
+            cleanup.callback(lambda: visit.settle(reply.usage))
             try:
-                headers = {"x-request-id": form.id}
                 if not prepared.is_stream:
-                    return Response(await reply.body(), headers=headers, media_type="application/json")
-                return EventStream(await reply.next_bytes(), reply, headers, cleanup.pop_all())
+                    return Response(await reply.body(), media_type="application/json")
+                return EventStream(await reply.next_bytes(), reply, cleanup.pop_all())
             except ClientGone:
                 return Response(status_code=CLIENT_GONE_STATUS)
 
@@ -151,15 +162,18 @@ class Router:
         return f"fp_{card.model[:16]}" if card is not None else "fp_none"
 
 
-def _requests(prepared: PreparedRequest, response_id: str) -> list[Request]:
+def _requests(prepared: PreparedRequest, response_id: str, caller: Caller) -> list[Request]:
     """One a choice; those of one prompt share its bytes."""
     distinct = {id(choice.prompt): choice.prompt for choice in prepared.choices}
     packed = {key: prompt.packed for key, prompt in distinct.items()}
+    salt, priority = caller.salt(prepared.cache_salt), caller.priority_of(prepared.priority)
     return [
         Request(
             request_id=RequestId(f"{response_id}-{choice.index}"),
             prompt=packed[id(choice.prompt)],
             params=choice.params,
+            salt=salt,
+            priority=priority,
         )
         for choice in prepared.choices
     ]
@@ -173,8 +187,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, reply: Reply, headers: Mapping[str, str], cleanup: ExitStack) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+    def __init__(self, first: bytes, reply: Reply, cleanup: ExitStack) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._reply = reply
@@ -195,30 +209,12 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
-class BodyLimit:
-    """ASGI middleware: a request whose body is longer than ``max_bytes`` gets 413, read no further."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
-
-        async def receive_within_limit() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise HTTPException(413, f"the request body is longer than {self._max_bytes} bytes")
-            return message
-
-        await self._app(scope, receive_within_limit, send)
-
-
 def create_app(router: Router) -> FastAPI:
     app = DescribedApp(EVENTS, exception_handlers=exception_handlers)
-    app.add_middleware(BodyLimit, max_bytes=router.config.max_body_bytes)
+    door = router.config.door
+    app.add_middleware(BodyLimits, max_bytes=door.max_body_bytes, max_nesting=door.max_nesting)
+    app.add_middleware(Admission, access=router.access)
+    app.add_middleware(RequestIds)  # the last one is the outermost
     for routes in (completion_routes, model_routes, tokenization_routes, operation_routes, page_routes):
         app.include_router(routes(router))
     return app

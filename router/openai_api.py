@@ -11,7 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..core.request import MAX_LOGPROBS
+from ..core.request import LEAST_URGENT, MAX_LOGPROBS, MOST_URGENT
 from .openai_errors import encodable
 
 MAX_CHOICES = 128
@@ -22,6 +22,7 @@ MAX_STOP_IDS = 1024
 MAX_ENTRIES = 1024
 """Of an object that is the value of a field, such as ``logit_bias``."""
 MAX_LEGACY_LOGPROBS = 5
+MAX_CACHE_SALT_CHARS = 256
 
 NonNegative = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -83,6 +84,11 @@ class RequestFields(Body):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     min_tokens: NonNegative | None = None
     ignore_eos: bool | None = None
+
+    priority: Annotated[int, Field(ge=MOST_URGENT, le=LEAST_URGENT)] | None = None
+    """A lower number goes first; the caller's key says what it may ask for."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    """Only requests with the same share prefixes in the KV cache."""
 
     user: str | None = None
     """This and the following have no effect on the result, by definition."""

@@ -15,13 +15,17 @@ from starlette.responses import Response
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+RATE_LIMITED = "rate_limit_exceeded"
 
 _shortened = Repr()
 _shortened.maxstring = _shortened.maxother = 80
 
 
 class ApiError(Exception):
-    """An answer that is no result. ``param`` names the field at fault, ``retry_after`` is in seconds."""
+    """An answer that is no result. ``param`` names the field at fault, ``retry_after`` is in seconds.
+
+    ``headers`` go with it.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -40,6 +45,9 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["retry-after"] = str(retry_after)
 
     @classmethod
     def invalid(cls, param: str | None, message: str, code: str | None = None) -> "ApiError":
@@ -52,6 +60,16 @@ class ApiError(Exception):
     @classmethod
     def overloaded(cls, message: str, retry_after: int = 1) -> "ApiError":
         return cls(503, message, type=SERVER_ERROR, code="overloaded", retry_after=retry_after)
+
+    @classmethod
+    def unauthorized(cls, message: str) -> "ApiError":
+        return cls(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    @classmethod
+    def timed_out(cls, seconds: float) -> "ApiError":
+        """The time that the client or this server allows is over; OpenAI's clients are told not to try again."""
+        message = f"the request took longer than {seconds:g} s"
+        return cls(504, message, type=SERVER_ERROR, code="timeout", headers={"x-should-retry": "false"})
 
     @classmethod
     def internal(cls, message: str) -> "ApiError":
@@ -67,8 +85,7 @@ class ApiError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
     def response(self) -> Response:
-        headers = None if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return Response(self.body(), self.status, headers, "application/json")
+        return Response(self.body(), self.status, self.headers, "application/json")
 
 
 def encodable(text: str) -> str:
@@ -148,8 +165,13 @@ async def _answer_http(request: Request, error: HTTPException) -> Response:
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
-    """The server logs the fault itself; the client is not told its inside."""
-    return ApiError.internal("The server had an error while processing the request.").response()
+    """The server logs the fault itself; the client is not told its inside.
+
+    This answer is sent outside of all middleware, so that its id has to be put in here.
+    """
+    response = ApiError.internal("The server had an error while processing the request.").response()
+    response.headers["x-request-id"] = request.state.request_id
+    return response
 
 
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]

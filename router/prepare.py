@@ -48,6 +48,18 @@ class PreparedRequest:
     is_stream: bool
     includes_usage: bool
     format: "MakeFormat"
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """A prompt counts once, however many choices it has."""
+        return sum({id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}.values())
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompts and outputs are never more."""
+        return self.num_prompt_tokens + sum(choice.params.max_tokens or 0 for choice in self.choices)
 
 
 MakeFormat = Callable[[PreparedRequest, str, int, str], WireFormat]
@@ -142,4 +154,12 @@ def choices_of(
 
 def _prepared(body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: MakeFormat) -> PreparedRequest:
     includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return PreparedRequest(limits.model_name, tuple(choices), bool(body.stream), includes_usage, format)
+    return PreparedRequest(
+        limits.model_name,
+        tuple(choices),
+        bool(body.stream),
+        includes_usage,
+        format,
+        body.priority,
+        body.cache_salt,
+    )

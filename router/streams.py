@@ -5,6 +5,7 @@ ready travels in one write, and a fault in one request's text stays with that re
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from starlette.types import Receive
 
 from ..core.messages import PromptLogprobs, TokenDelta
 from ..core.request import Request
+from .access.visit import Deadline
 from .dispatcher import Dispatcher
 from .ledger import Entry, Failure
 from .metrics import EndReason
@@ -20,6 +22,7 @@ from .output import OutputAssembler
 from .placement import NoCapacity
 from .prepare import PreparedRequest
 from .text import TextModel
+from .token_usage import TokenUsage, token_usage
 from .wire_format import WireFormat
 
 
@@ -44,7 +47,14 @@ class Restarted:
     choice: int
 
 
-Event = Emitted | PromptScored | Restarted | Failure
+@dataclass(frozen=True, slots=True)
+class OutOfTime:
+    """The request was given ``seconds``."""
+
+    seconds: float
+
+
+Event = Emitted | PromptScored | Restarted | OutOfTime | Failure
 
 
 class Stream:
@@ -57,6 +67,7 @@ class Stream:
         self._wake: asyncio.Future[None] | None = None
         self._is_left = False
         self._watch: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def open(self, requests: Sequence[Request], may_restart: bool, arrived_at: float) -> None:
         """Raises `ApiError` 503 when no pair of workers takes the request."""
@@ -69,6 +80,11 @@ class Stream:
     def watch(self, receive: Receive) -> None:
         """Notice the client's leaving; the request's body must have been read."""
         self._watch = asyncio.create_task(self._leave_with_client(receive))
+
+    def end_at(self, deadline: Deadline) -> None:
+        """Let the client read then that its time is over, and close."""
+        delay = deadline.at - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(delay, self._put, OutOfTime(deadline.seconds))
 
     async def _leave_with_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -96,8 +112,9 @@ class Stream:
 
     def close(self) -> None:
         """End whatever still runs; called once the client has its answer, an error, or is gone."""
-        if self._watch is not None:
-            self._watch.cancel()
+        for pending in (self._watch, self._timer):
+            if pending is not None:
+                pending.cancel()
         for entry in self._entries:
             self._dispatcher.release(entry, EndReason.ABORT)
 
@@ -161,6 +178,11 @@ class Reply:
                 written += self._form.ending(self._assemblers)
         return written
 
+    @property
+    def usage(self) -> TokenUsage:
+        """So far, of what was taken from the stream."""
+        return token_usage(self._assemblers)
+
     def failure(self, error: ApiError) -> bytes:
         """The server-sent events that end a stream which fails."""
         return self._form.failure(error)
@@ -174,6 +196,8 @@ class Reply:
                 self._assemblers[choice].add_prompt_logprobs(part.start, part.logprobs)
             case Restarted(choice) if self._assemblers[choice].finish is None:
                 self._assemblers[choice] = OutputAssembler(self._text, self._prepared.choices[choice])
+            case OutOfTime(seconds):
+                self._error = ApiError.timed_out(seconds)
             case Failure():
                 self._error = _api_error(event)
         return b""

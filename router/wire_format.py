@@ -13,6 +13,7 @@ import orjson
 from .openai_errors import ApiError
 from .output import OutputAssembler, OutputDelta, ScoredToken, TokenEntry
 from .parsing.deltas import CallArguments, CallDelta, CallStart, WholeCall, whole_calls
+from .token_usage import token_usage
 
 if TYPE_CHECKING:
     from .prepare import PreparedRequest
@@ -192,19 +193,12 @@ class CompletionFormat(ChoicesFormat):
 
 
 def usage_of(assemblers: Iterable[OutputAssembler]) -> Json:
-    """A prompt counts once however many choices it has, and as cached what was there when its first choice came."""
-    prompts: dict[int, list[OutputAssembler]] = {}
-    num_output = 0
-    for assembler in assemblers:
-        num_output += assembler.num_output
-        prompts.setdefault(id(assembler.choice.prompt), []).append(assembler)
-    num_prompt = sum(len(of_prompt[0].choice.prompt.token_ids) for of_prompt in prompts.values())
-    num_cached = sum(min(assembler.cached_tokens for assembler in of_prompt) for of_prompt in prompts.values())
+    used = token_usage(assemblers)
     return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "prompt_tokens": used.num_prompt,
+        "completion_tokens": used.num_output,
+        "total_tokens": used.num_total,
+        "prompt_tokens_details": {"cached_tokens": used.num_cached},
     }
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from crossdock.core.config import RouterConfig
+from crossdock.core.config import DoorConfig, RouterConfig
 from crossdock.core.kv_layout import KvLayout
 from crossdock.core.mailbox import AsyncMailbox
 from crossdock.core.messages import (
@@ -285,7 +285,8 @@ def wait() -> Wait:
 
 @pytest.fixture
 def config() -> RouterConfig:
-    return RouterConfig(model="toy", max_open_requests=64, max_body_bytes=10_000, drain_seconds=0.5)
+    door = DoorConfig(max_body_bytes=10_000)
+    return RouterConfig(model="toy", max_open_requests=64, door=door, drain_seconds=0.5)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from crossdock.core.request import SamplingParams
+from crossdock.router.access.request_id import RequestIds
 from crossdock.router.openai_api import ChatCompletionRequest, CompletionRequest
 from crossdock.router.openai_errors import ApiError, exception_handlers
 from crossdock.router.prepare import Limits, PreparedRequest, prepare_chat, prepare_completion
@@ -80,6 +81,7 @@ def params(prepared: PreparedRequest) -> SamplingParams:
 def client() -> TestClient:
     """The two endpoints as far as the door; what gets through is answered with its prompts' ids."""
     app = FastAPI(exception_handlers=exception_handlers)
+    app.add_middleware(RequestIds)
 
     def ids(prepared: PreparedRequest) -> list[list[int]]:
         return [choice.prompt.token_ids for choice in prepared.choices]
