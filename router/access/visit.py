@@ -35,7 +35,6 @@ class Visit:
         self._record = record
         self._clock = clock
         self._num_reserved = 0
-        self._used: TokenUsage | None = None
 
     @property
     def seconds_left(self) -> float | None:
@@ -67,17 +66,21 @@ class Visit:
         self._num_reserved = reserved
 
     def settle(self, used: TokenUsage) -> None:
-        """Workers have been at it, whatever came of it: this is what it cost."""
-        self._used = used
+        """Workers have been at it, whatever came of it: this is what it cost. Called at most once."""
+        self._charge(used.num_total)
+        self._record(self.caller, used)
 
     def leave(self) -> None:
         """The answer has been sent, or nobody waits for it any more."""
+        self._charge(0)
         if self._account is not None:
-            num_used = 0 if self._used is None else self._used.num_total
-            self._account.settle(self._num_reserved, num_used, self._clock())
             self._account.leave()
-        if self._used is not None:
-            self._record(self.caller, self._used)
+
+    def _charge(self, num_tokens: int) -> None:
+        """Instead of what is still reserved."""
+        if self._account is not None:
+            self._account.settle(self._num_reserved, num_tokens, self._clock())
+            self._num_reserved = 0
 
     def headers(self) -> dict[str, str]:
         """OpenAI's ``x-ratelimit-…``, as it stands now."""
