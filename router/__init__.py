@@ -17,7 +17,7 @@ How a request passes through, from the client to the workers and back:
 ``output``            tokens become text (``stop_strings``); ``wire_format`` puts it into OpenAI's form
 ``parsing``           reasoning and tool calls are told apart from the text
 ``tokenization``      ``/tokenize`` and ``/detokenize``
-``pages``             what a browser is shown
+``pages``             what a browser is shown; ``status`` its numbers, ``history`` those of the last minutes
 ``metrics``           what Prometheus reads
 ====================  ================================================================================
 """

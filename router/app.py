@@ -31,6 +31,7 @@ from .openapi import DescribedApp
 from .operation_routes import operation_routes
 from .pages.routes import page_routes
 from .prepare import Limits, PreparedRequest
+from .status import status_routes
 from .streams import ClientGone, Reply, Stream
 from .text import TextModel
 from .tokenization import tokenization_routes
@@ -215,6 +216,6 @@ def create_app(router: Router) -> FastAPI:
     app.add_middleware(BodyLimits, max_bytes=door.max_body_bytes, max_nesting=door.max_nesting)
     app.add_middleware(Admission, access=router.access)
     app.add_middleware(RequestIds)  # the last one is the outermost
-    for routes in (completion_routes, model_routes, tokenization_routes, operation_routes, page_routes):
+    for routes in (completion_routes, model_routes, tokenization_routes, operation_routes, status_routes, page_routes):
         app.include_router(routes(router))
     return app

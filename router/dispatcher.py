@@ -261,6 +261,7 @@ class Dispatcher:
         for entry in self.ledger:
             if self._is_lost(entry, now):
                 self._fail(entry, Failure("a message between router and workers was lost", is_retryable=True), now)
+        self._metrics.sample(self.ledger, now)
 
     def _is_lost(self, entry: Entry, now: float) -> bool:
         """A token is missing, or neither leg knows of any request, for longer than delivery takes."""

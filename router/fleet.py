@@ -41,6 +41,11 @@ class Worker:
         return self.peer.incarnation
 
     @property
+    def name(self) -> str:
+        """Its address, as people read it."""
+        return self.peer.address.removeprefix("tcp://")
+
+    @property
     def reached(self) -> list[Incarnation]:
         """The decode workers to which KV can travel from here."""
         return [incarnation for incarnation, link in self.links.items() if not link.error]

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from ..core.messages import TokenDelta, WorkerLoad
 from ..core.sequence import FinishReason
 from .fleet import Fleet, Worker
+from .history import History, Totals
 from .ledger import Entry, Ledger
 from .prefix_map import PrefixMap
 
@@ -83,6 +84,7 @@ class RouterMetrics:
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
         self.counts = Counts()
+        self.history = History(self._totals)
         self._first_token = Histogram("Arrival to first token", _SHORT)
         self._inter_token = Histogram("Token to token", _BETWEEN_TOKENS)
         self._per_token = Histogram("Mean time a token after the first", _BETWEEN_TOKENS)
@@ -114,6 +116,7 @@ class RouterMetrics:
             self.counts.prompt_tokens += entry.request.num_prompt_tokens
             self.counts.cached_tokens += delta.cached_tokens
             self._first_token.observe(now - entry.opened_at)
+            self.history.ttft.observe(now - entry.opened_at, now)
             self._prefill.observe(now - entry.moved_at)
         else:
             self._inter_token.observe(now - entry.moved_at)
@@ -128,6 +131,17 @@ class RouterMetrics:
         self._decode.observe(decode_seconds)
         if len(entry.output_ids) > 1:
             self._per_token.observe(decode_seconds / (len(entry.output_ids) - 1))
+            self.history.tpot.observe(decode_seconds / (len(entry.output_ids) - 1), now)
+
+    def sample(self, ledger: Ledger, now: float) -> None:
+        """Once a second: a point of the history."""
+        num_running = ledger.num_running
+        self.history.sample(num_running, len(ledger) - num_running, now)
+
+    def _totals(self) -> Totals:
+        counts = self.counts
+        num_ended = sum(counts.ended.values())
+        return Totals(counts.prompt_tokens, counts.cached_tokens, counts.generation_tokens, num_ended)
 
     def watch(self, fleet: Fleet, ledger: Ledger, prefixes: PrefixMap, num_malformed: Callable[[], int]) -> None:
         """Export, at every scrape from now on, what these hold too; called once."""
@@ -252,4 +266,4 @@ class _WorkerScrape(Collector):
 
 
 def _labels(worker: Worker) -> tuple[str, str]:
-    return (worker.peer.address.removeprefix("tcp://"), worker.card.role.value)
+    return (worker.name, worker.card.role.value)

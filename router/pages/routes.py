@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 def page_routes(router: "Router") -> APIRouter:
     routes = APIRouter()
-    docs = _page("docs.html")
+    status, docs = _page("status.html"), _page("docs.html")
+
+    @get(routes, "/", plain("text/html", "A page for people"))
+    async def status_page() -> Response:
+        """Workers, charts, and a box to try a prompt."""
+        return status
 
     @get(routes, "/docs", plain("text/html", "A page for people"))
     async def api_page() -> Response:

@@ -9,7 +9,7 @@ import pytest
 
 from crossdock.router.pages.routes import content_security_policy
 
-PAGES = ["/docs"]
+PAGES = ["/", "/docs"]
 
 
 @pytest.mark.parametrize("path", PAGES)
