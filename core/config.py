@@ -70,7 +70,10 @@ class DoorConfig:
     """A file made by ``crossdock keys``; read again when it changes."""
     api_key: str | None = field(default=None, repr=False)
     """One key without limits, beside or instead of the file."""
-    public_paths: tuple[str, ...] = ("/", "/health", "/ready", "/version", "/metrics")
+    public_paths: tuple[str, ...] = (
+        *("/", "/docs", "/openapi.json", "/status.json"),
+        *("/health", "/ready", "/version", "/metrics"),
+    )
     """Need no key."""
     request_timeout_seconds: float | None = None
     """A request that takes longer ends; a client may ask for less."""

@@ -8,7 +8,7 @@ from fastapi.responses import Response
 
 from .openai_answers import ModelCard, ModelList
 from .openai_errors import ApiError
-from .openapi import answers, get
+from .openapi import KEY_ERRORS, answers, get
 
 if TYPE_CHECKING:
     from .app import Router
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def model_routes(router: "Router") -> APIRouter:
     routes = APIRouter()
 
-    @get(routes, "/v1/models", answers(ModelList))
+    @get(routes, "/v1/models", answers(ModelList, *KEY_ERRORS))
     async def list_models() -> Response:
         """The one model that is served here."""
         listed = {"object": "list", "data": [_model_card(router)]}
         return Response(orjson.dumps(listed), media_type="application/json")
 
-    @get(routes, "/v1/models/{model:path}", answers(ModelCard, 404))
+    @get(routes, "/v1/models/{model:path}", answers(ModelCard, *KEY_ERRORS, 404))
     async def retrieve_model(model: str) -> Response:
         """A model by its name, which may hold slashes."""
         if model != router.model_name:

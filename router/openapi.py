@@ -5,7 +5,6 @@ answer with a status says so, and the other way round.
 """
 
 from collections.abc import Callable, Coroutine
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -20,17 +19,22 @@ from .openai_answers import ErrorAnswer
 Answers = dict[int | str, dict[str, Any]]
 Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
-BODY_ERRORS = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-"""Of every endpoint that reads a body."""
-WORK_ERRORS = (*BODY_ERRORS, HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
-"""Of every endpoint that gives work to the workers of the model that the body names."""
+ALWAYS = (400, 500)
+"""Of every endpoint: a request id that nobody can use, a fault of ours."""
+KEY_ERRORS = (401, 429)
+"""Of every endpoint that a key may be needed for."""
+WORK_ERRORS = (*KEY_ERRORS, 404, 413, 503, 504)
+"""Of every endpoint that reads a body and may give work to the model that the body names."""
 
 _MEANINGS: dict[int, str] = {
     400: "The request is not valid; `param` names the field",
+    401: "The API key is missing or unknown",
     404: "No such model or object",
     413: "The body is too long",
+    429: "A limit of the API key is reached; `retry-after` says when to come again",
     500: "A fault of the server",
     503: "No capacity at the moment; `retry-after` says when to come again",
+    504: "The time that the request was given is over",
 }
 
 _DESCRIPTION = (
@@ -45,9 +49,12 @@ def answers(body: type[BaseModel], *errors: int, event: type[BaseModel] | None =
     if event is not None:
         content["text/event-stream"] = {"itemSchema": _event_schema(event)}
     found: Answers = {200: {"model": body, "content": content, "description": "The answer"}}
-    for status in (*errors, 500):
-        found[int(status)] = {"model": ErrorAnswer, "description": _MEANINGS[status]}
-    return found
+    return found | failures(*errors)
+
+
+def failures(*errors: int) -> Answers:
+    """These, and those that every endpoint has."""
+    return {status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in sorted({*errors, *ALWAYS})}
 
 
 def _event_schema(event: type[BaseModel]) -> dict[str, Any]:
@@ -59,7 +66,8 @@ def _event_schema(event: type[BaseModel]) -> dict[str, Any]:
 
 def plain(media_type: str, description: str) -> Answers:
     """For ``responses=`` of a route that answers with a text."""
-    return {200: {"description": description, "content": {media_type: {"schema": {"type": "string"}}}}}
+    found: Answers = {200: {"description": description, "content": {media_type: {"schema": {"type": "string"}}}}}
+    return found | failures()
 
 
 def get(routes: APIRouter, path: str, responses: Answers) -> Callable[[Endpoint], Endpoint]:

@@ -10,12 +10,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ..core.messages import Role
 from ..core.version import VERSION
 from .openai_answers import Readiness, Version
-from .openapi import Answers, answers, get, plain
+from .openapi import Answers, answers, failures, get, plain
 
 if TYPE_CHECKING:
     from .app import Router
 
-_HEALTH: Answers = {200: {"description": "It serves"}, 503: {"description": "It does not; `/ready` says why"}}
+_HEALTH: Answers = {
+    **failures(),
+    200: {"description": "It serves"},
+    503: {"description": "It does not; `/ready` says why"},
+}
 _READY: Answers = {**answers(Readiness), 503: {"model": Readiness, "description": "Not able to serve, and why"}}
 
 

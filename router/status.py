@@ -85,7 +85,7 @@ class Status(Answer):
 def status_routes(router: "Router") -> APIRouter:
     routes = APIRouter()
 
-    @get(routes, "/status.json", answers(Status, 400))
+    @get(routes, "/status.json", answers(Status))
     async def status(after: Annotated[int, Query(ge=0)] = 0) -> Response:
         """Workers, requests in flight and the last minutes; of these the points from number `after` on."""
         return Response(orjson.dumps(_status(router, after, time.monotonic())), media_type="application/json")

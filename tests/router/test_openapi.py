@@ -84,7 +84,7 @@ def test_every_error_has_the_one_form_and_every_endpoint_with_a_body_may_refuse_
                 schema = answer["content"]["application/json"]["schema"]
                 assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
         if "requestBody" in operation:
-            assert {"200", "400", "404", "413", "500", "503"} <= set(operation["responses"])
+            assert {"200", "400", "401", "404", "413", "429", "500", "503", "504"} <= set(operation["responses"])
             assert "example" in operation["requestBody"]["content"]["application/json"]
 
 
