@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from .benchmarks.bench import bench
-from .core.config import EngineConfig, RouterConfig, TransferConfig, WorkerConfig
+from .core.config import ChatConfig, EngineConfig, RouterConfig, TransferConfig, WorkerConfig
 from .core.messages import Incarnation, Role
 from .deploy.launch import USAGE_STATUS, WorkerCommand, WorkerFailed, WorkerGroup, end_with_parent
 from .deploy.model_source import ModelSource, ModelSourceError, resolve
@@ -71,13 +71,19 @@ def _checked(check: Callable[[str], object]) -> Callable[[str | None], str | Non
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ENGINE, TRANSFER, ROUTER = EngineConfig(), TransferConfig(), RouterConfig(model="")
+ENGINE, TRANSFER, CHAT, ROUTER = EngineConfig(), TransferConfig(), ChatConfig(), RouterConfig(model="")
 TRANSPORTS = ",".join(TRANSFER.transports)
 
 Model = Annotated[str, typer.Argument(help="demo, a folder, a .gguf file, or a name on the Hugging Face hub.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port of the HTTP API; 0 lets the system choose.", min=0, max=65535)]
 ServedName = Annotated[str | None, typer.Option(help="Model name that clients see.")]
+ChatTemplate = Annotated[str | None, typer.Option(help="File with a Jinja chat template, instead of the model's.")]
+ToolParser = Annotated[
+    str,
+    typer.Option(help="How the model writes tool calls: hermes, llama3_json, mistral, … or auto (by its template)."),
+]
+ReasoningParser = Annotated[str, typer.Option(help="How the model writes reasoning: think, none or auto.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto (a GPU if there is one).")]
 Dtype = Annotated[
     str,
@@ -120,6 +126,9 @@ def serve(
     host: Host = ROUTER.host,
     port: Port = ROUTER.port,
     served_model_name: ServedName = None,
+    chat_template: ChatTemplate = None,
+    tool_parser: ToolParser = CHAT.tool_parser,
+    reasoning_parser: ReasoningParser = CHAT.reasoning_parser,
     device: Device = ENGINE.device,
     dtype: Dtype = ENGINE.dtype,
     load_format: LoadFormat = ENGINE.load_format,
@@ -158,7 +167,8 @@ def serve(
     flags += [f"--kv-memory={kv_memory}"] if kv_memory else []
     flags += [f"--num-blocks={num_blocks}"] if num_blocks else []
     flags += [f"--max-model-len={max_model_len}"] if max_model_len else []
-    config = RouterConfig(model, host=host, port=port, served_model_name=served_model_name)
+    chat = ChatConfig(chat_template, tool_parser, reasoning_parser)
+    config = RouterConfig(model, host=host, port=port, served_model_name=served_model_name, chat=chat)
     _serve(config, [(role, flags) for role in roles])
 
 
@@ -172,6 +182,9 @@ def router(
     ] = ROUTER.control_host,
     control_port: Annotated[int, typer.Option(help="Port for workers; 0 lets the system choose.")] = 5570,
     served_model_name: ServedName = None,
+    chat_template: ChatTemplate = None,
+    tool_parser: ToolParser = CHAT.tool_parser,
+    reasoning_parser: ReasoningParser = CHAT.reasoning_parser,
 ) -> None:
     """Run the router alone; workers join with `crossdock worker MODEL --router tcp://HOST:PORT`."""
     config = RouterConfig(
@@ -181,6 +194,7 @@ def router(
         control_host=control_host,
         control_port=control_port,
         served_model_name=served_model_name,
+        chat=ChatConfig(chat_template, tool_parser, reasoning_parser),
     )
     _serve(config, [])
 
@@ -260,7 +274,7 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
     group = WorkerGroup(commands)
     try:
         group.start()
-        serve_router(config, listener, mailbox, _text_of(source), group.run)
+        serve_router(config, listener, mailbox, _text_of(source, config.chat), group.run)
     except* WorkerFailed as failures:
         failure: BaseException = failures
         while isinstance(failure, BaseExceptionGroup):
@@ -294,11 +308,11 @@ def _resolve(model: str) -> ModelSource:
         _fail(str(error))
 
 
-def _text_of(source: ModelSource) -> "TextModel":
+def _text_of(source: ModelSource, chat: ChatConfig) -> "TextModel":
     from .router.text import load_text
 
     try:
-        return load_text(source.path)
+        return load_text(source.path, chat)
     except ValueError as error:
         _fail(str(error))
 

@@ -17,7 +17,7 @@ from typing import NoReturn, cast
 
 from tqdm import tqdm
 
-from .core.config import EngineConfig
+from .core.config import ChatConfig, EngineConfig
 from .core.messages import (
     Abort,
     Incarnation,
@@ -39,7 +39,7 @@ from .deploy.model_source import resolve
 from .model.engine import Engine, Step
 from .model.startup import load_model
 from .prefill.part import PrefillPart
-from .router.chat_template import ChatMessage
+from .router.chat_template import ChatMessage, ToolOffer
 from .router.offline import batch_chat, batch_choices, batch_prompt
 from .router.openai_api import MAX_CHOICES
 from .router.output import Choice, OutputAssembler, PreparedPrompt, TokenEntry
@@ -75,16 +75,16 @@ class RequestOutput:
 
 
 class LLM:
-    """A model ready to generate; ``model`` is what `crossdock serve` takes.
+    """A model ready to generate; ``model`` is what `crossdock serve` takes, ``chat_template`` replaces the model's.
 
     Raises ``ValueError`` if it can't be loaded.
     """
 
-    def __init__(self, model: str, engine: EngineConfig | None = None) -> None:
+    def __init__(self, model: str, engine: EngineConfig | None = None, chat_template: str | None = None) -> None:
         config = engine or EngineConfig()
         source = resolve(model)
         fingerprint = source.fingerprint()
-        self._text = load_text(source.path)
+        self._text = load_text(source.path, ChatConfig(chat_template))
         loaded = load_model(source.path, fingerprint, CLUSTER_KEY, config)
         self._limits = Limits(model, loaded.max_model_len, loaded.spec.vocab_size, MAX_CHOICES)
         self._card = WorkerCard(
@@ -138,11 +138,15 @@ class LLM:
         conversations: Seq[ChatMessage] | Seq[Seq[ChatMessage]],
         params: SamplingParams | None = None,
         show_progress: bool = True,
+        tools: Seq[ToolOffer] = (),
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or several, through the model's chat template."""
+        """Like `generate`, for one conversation or several, through the model's chat template.
+
+        The model is told of ``tools``, given as OpenAI's API has them; its calls are in the text as it writes them.
+        """
         is_one = len(conversations) > 0 and isinstance(conversations[0], dict)
         chats = cast(Seq[Seq[ChatMessage]], [conversations] if is_one else conversations)
-        return self._answer([batch_chat(chat, self._text) for chat in chats], params, show_progress)
+        return self._answer([batch_chat(chat, self._text, tools) for chat in chats], params, show_progress)
 
     @property
     def books(self) -> PoolBooks:

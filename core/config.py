@@ -84,6 +84,18 @@ class DoorConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """How chats become prompts and answers are read, where the model's own files are not to decide."""
+
+    chat_template: str | None = None
+    """A file with a Jinja template, instead of the model's."""
+    tool_parser: str = "auto"
+    """Whose spelling of tool calls is read; ``auto`` goes by the chat template."""
+    reasoning_parser: str = "auto"
+    """Likewise for reasoning; ``none`` leaves it in the text."""
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The `crossdock router` process."""
 
@@ -94,6 +106,7 @@ class RouterConfig:
     control_port: int = 0
     """Where workers report; 0 lets the system choose."""
     served_model_name: str | None = None
+    chat: ChatConfig = field(default_factory=ChatConfig)
     cluster_key: bytes = b"crossdock"
     dead_after_seconds: float = 3.0
     """A worker silent for so long is dead."""

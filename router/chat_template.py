@@ -10,7 +10,7 @@ from datetime import datetime
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -19,8 +19,21 @@ from .detokenizer import UnsupportedTokenizer
 ChatMessage = dict[str, object]
 """One message as a template sees it: ``role``, ``content`` (a string) and whatever else it may carry."""
 
+ToolOffer = dict[str, object]
+"""One function as a template sees it: ``{"type": "function", "function": {…}}``, as OpenAI has it."""
+
 _END_MARK = "<<crossdock: the final message ends here>> "
 """Ends in a space, so that a template which trims the message can be told from one which does not."""
+
+
+class _NoContent(str):
+    """Empty text that a template's ``is none`` takes for none, and everything else for text."""
+
+    __slots__ = ()
+
+
+NO_CONTENT = _NoContent()
+"""The content of a message without any: most templates want a string there, and some look for none."""
 
 _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 """What a template may raise on data that it was not written for."""
@@ -31,16 +44,21 @@ class TemplateRefused(ValueError):
 
 
 class ChatTemplate:
-    """One compiled template. ``special_tokens`` are its variables ``bos_token``, ``eos_token``, …"""
+    """One compiled template.
+
+    ``special_tokens`` are its variables ``bos_token``, ``eos_token``, …; `variables` are the names of all it looks at.
+    """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
         """Raises `UnsupportedTokenizer` when the source is no valid template."""
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
+        environment = _environment(now)
         try:
-            self._template = _environment(now).from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise UnsupportedTokenizer(
                 f"the chat template has a syntax error in line {error.lineno}: {error}"
@@ -48,7 +66,7 @@ class ChatTemplate:
 
     def knows(self, word: str) -> bool:
         """Whether the template's source mentions the word, such as a role or a field of a message."""
-        return word in self._source
+        return word in self.source
 
     def render(
         self,
@@ -56,9 +74,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, object] = {},
+        tools: Sequence[ToolOffer] | None = None,
     ) -> str:
         """Raises `TemplateRefused`. ``variables`` override the special tokens; never the names used here."""
         assert not (add_generation_prompt and continue_final_message), "refused at the door"
+        variables = {**variables, "tools": tools}
         if continue_final_message:
             return self._render_unfinished(messages, variables)
         return self._render(messages, add_generation_prompt, variables)
@@ -72,7 +92,6 @@ class ChatTemplate:
                     **self._special_tokens,
                     **variables,
                     "messages": list(messages),
-                    "tools": None,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }
@@ -107,6 +126,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
+    environment.tests["none"] = lambda value: value is None or isinstance(value, _NoContent)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: now().strftime(layout)

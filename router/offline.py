@@ -11,7 +11,7 @@ from msgspec.structs import asdict, replace
 from pydantic import Field, ValidationError
 
 from ..core.request import MAX_LOGPROBS, SamplingParams
-from .chat_template import ChatMessage
+from .chat_template import ChatMessage, ToolOffer
 from .openai_api import ChatCompletionRequest, CompletionFields, NonNegative
 from .openai_errors import ApiError, of_validation
 from .output import Choice, PreparedPrompt
@@ -40,10 +40,11 @@ def batch_prompt(prompt: str | Sequence[int], text: TextModel, vocab_size: int) 
         return text_prompt(prompt, text)
 
 
-def batch_chat(messages: Sequence[ChatMessage], text: TextModel) -> PreparedPrompt:
+def batch_chat(messages: Sequence[ChatMessage], text: TextModel, tools: Sequence[ToolOffer] = ()) -> PreparedPrompt:
     """A conversation to be answered. Raises ``ValueError``, also where the template refuses it."""
     with _refusals_as_value_errors():
-        return chat_prompt(ChatCompletionRequest.model_validate({"messages": list(messages)}), text)
+        body = ChatCompletionRequest.model_validate({"messages": list(messages), "tools": list(tools)})
+        return chat_prompt(body, text)
 
 
 def batch_choices(

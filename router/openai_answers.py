@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Answer(BaseModel):
@@ -55,17 +56,34 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class CalledFunction(Answer):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where the model has called tools or only thought."""
     refusal: None
+    reasoning_content: str = ""
+    reasoning: str = ""
+    """The same, under vLLM's newer name."""
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class Completed(Answer):
@@ -84,16 +102,33 @@ class ChatCompletion(Completed):
     usage: Usage
 
 
+class CalledFunctionDelta(Answer):
+    name: str = ""
+    """Only in the first piece of a call, as its id and type."""
+    arguments: str
+    """More of them."""
+
+
+class ToolCallDelta(Answer):
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunctionDelta
+
+
 class ChatDelta(Answer):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
 
 
 class ChatChunkChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletionChunk(Completed):

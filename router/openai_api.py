@@ -22,6 +22,7 @@ MAX_STOP_IDS = 1024
 MAX_ENTRIES = 1024
 """Of an object that is the value of a field, such as ``logit_bias``."""
 MAX_LEGACY_LOGPROBS = 5
+MAX_TOOLS = 128
 MAX_CACHE_SALT_CHARS = 256
 
 NonNegative = Annotated[int, Field(ge=0)]
@@ -183,6 +184,7 @@ class Message(Body):
     tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
     annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
     audio: None = None
@@ -196,20 +198,76 @@ class Message(Body):
         return self
 
 
+class Function(Body):
+    """What a model may call; without ``parameters`` it takes none."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Self:
+        """Arguments are an object, whatever else their schema says."""
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise _refusal("parameters", f"the parameters of '{self.name}' must be of type 'object'")
+        return self
+
+    @property
+    def arguments_schema(self) -> dict[str, JsonValue]:
+        """Of the arguments."""
+        return {"type": "object", "properties": {}, **(self.parameters or {})}
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+
+
+def chosen_names(choice: ToolChoice | None) -> list[str]:
+    """The functions that a choice names."""
+    match choice:
+        case NamedTool():
+            return [choice.function.name]
+        case AllowedToolsChoice():
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        case _:
+            return []
+
+
 class ChatCompletionRequest(CompletionFields):
     """``POST /v1/chat/completions``."""
 
     unsupported: ClassVar[Unsupported] = {
-        "tools": (None, []),
-        "tool_choice": (None, "none"),
-        "parallel_tool_calls": (None,),
         "functions": (None, []),
         "function_call": (None, "none"),
         "response_format": (None, {"type": "text"}),
         "modalities": (None, ["text"]),
         "audio": (None,),
         "prediction": (None,),
-        "reasoning_effort": (None,),
         "verbosity": (None,),
         "web_search_options": (None,),
         "store": (None, False),
@@ -223,6 +281,25 @@ class ChatCompletionRequest(CompletionFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise _refusal("tools", f"two functions are called '{twice}'")
+        if not names:
+            if self.tool_choice not in (None, "none"):
+                raise _refusal("tool_choice", "'tool_choice' is only allowed when 'tools' are given")
+            if self.parallel_tool_calls is not None:
+                raise _refusal("parallel_tool_calls", "'parallel_tool_calls' is only allowed when 'tools' are given")
+        for name in chosen_names(self.tool_choice):
+            if name not in names:
+                raise _refusal("tool_choice", f"'tool_choice' names a function {name!r} that is not in 'tools'")
+        return self
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from ..core.request import SamplingParams
 from .openai_api import ChatCompletionRequest, CompletionFields, CompletionRequest
 from .openai_errors import ApiError
-from .output import Choice, PreparedPrompt
+from .output import PLAIN, Choice, OutputSyntax, PreparedPrompt
 from .prompts import chat_prompt, completion_prompts
 from .sampling import check_ids, choice_seed, sampling_params
 from .text import TextModel
+from .tools import answer_syntax, tool_use
 from .wire_format import ChatFormat, CompletionFormat, WireFormat
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -70,6 +71,9 @@ def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, d
     """Raises `ApiError`. Without ``max_tokens`` the output may fill the model."""
     _check_model(body, limits)
     _check_number(body.n or 1, limits)
+    use = tool_use(body)
+    if use is not None and use.must_call:
+        raise ApiError.invalid("tool_choice", "'tool_choice' is not supported yet where it demands a call.")
     prompt = chat_prompt(body, text)
     params = replace(
         sampling_params(body, text, limits.vocab_size),
@@ -77,7 +81,7 @@ def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, d
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     params = fitted(params, prompt, limits.max_model_len, limits, "messages")
-    choices = choices_of(body, prompt, params, draw_seed)
+    choices = choices_of(body, prompt, params, draw_seed, syntax=answer_syntax(body, text, prompt))
     return _prepared(body, choices, limits, ChatFormat)
 
 
@@ -142,12 +146,13 @@ def choices_of(
     draw_seed: DrawSeed,
     first: int = 0,
     echo: bool = False,
+    syntax: OutputSyntax = PLAIN,
 ) -> list[Choice]:
     """The ``n`` choices of one prompt, numbered from ``first``; with a seed equal prompts get equal choices."""
     seed = draw_seed() if body.seed is None else body.seed
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return [
-        Choice(first + k, prompt, replace(params, seed=choice_seed(seed, k)), stop, echo, bool(body.stream))
+        Choice(first + k, prompt, replace(params, seed=choice_seed(seed, k)), stop, echo, bool(body.stream), syntax)
         for k in range(body.n or 1)
     ]
 

@@ -1,15 +1,15 @@
 """The prompts of a request, in tokens: messages through the model's chat template, texts and ids as they are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-import orjson
-
-from .chat_template import ChatMessage, ChatTemplate, TemplateRefused
-from .openai_api import ChatCompletionRequest, CompletionRequest, Message, ToolCall
-from .openai_errors import ApiError
+from .chat_template import ChatTemplate, TemplateRefused
+from .conversation import template_messages
+from .openai_api import ChatCompletionRequest, CompletionRequest
+from .openai_errors import ApiError, shown
 from .output import PreparedPrompt
 from .sampling import check_ids
 from .text import TextModel
+from .tools import tool_offers, tool_use
 
 MAX_PROMPTS = 1024
 """Of one request."""
@@ -20,67 +20,35 @@ TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_pr
 
 def chat_prompt(body: ChatCompletionRequest, text: TextModel) -> PreparedPrompt:
     """Raises `ApiError`, with the template's own words where it refuses the messages."""
-    variables = body.chat_template_kwargs or {}
-    taken = sorted(TEMPLATE_NAMES & variables.keys())
-    if taken:
-        raise ApiError.invalid("chat_template_kwargs", f"'chat_template_kwargs' may not set {', '.join(taken)}.")
+    variables = _template_variables(body, text.template)
     continues = bool(body.continue_final_message)
     opens_turn = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    use = tool_use(body)
+    offered = use.offered if use is not None else ()
+    messages = template_messages(body.messages, text, offered)
+    offers = tool_offers(offered) if offered and text.syntax.template_offers else None
     try:
-        rendered = text.render_chat(template_messages(body.messages, text.template), opens_turn, continues, variables)
+        rendered = text.render_chat(messages, opens_turn, continues, variables, offers)
     except TemplateRefused as refusal:
         raise ApiError.invalid("messages", str(refusal)) from None
     return PreparedPrompt(text.encode_chat(rendered).ids, rendered)
 
 
-def template_messages(messages: Sequence[Message], template: ChatTemplate | None) -> list[ChatMessage]:
-    """The messages as templates expect them: content is a string, absent fields are absent."""
-    return [_template_message(message, template) for message in messages]
-
-
-def _template_message(message: Message, template: ChatTemplate | None) -> ChatMessage:
-    """``developer`` is OpenAI's newer word for ``system``, which most templates do not know."""
-    is_unknown_role = message.role == "developer" and not (template and template.knows("developer"))
-    made: ChatMessage = {"role": "system" if is_unknown_role else message.role, "content": _content(message)}
-    optional = {
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content,
-    }
-    made |= {key: value for key, value in optional.items() if value is not None}
-    if message.tool_calls and template and template.knows("tool_calls"):
-        made["tool_calls"] = [_template_call(call) for call in message.tool_calls]
-    elif message.tool_calls:
-        made["content"] = "\n".join(filter(None, [_content(message), *map(_spelled_call, message.tool_calls)]))
-    return made
-
-
-def _content(message: Message) -> str:
-    """Parts follow each other without anything between them, as templates that know parts write them."""
-    if isinstance(message.content, list):
-        return "".join(part.text for part in message.content)
-    return message.content or message.refusal or ""
-
-
-def _template_call(call: ToolCall) -> dict[str, object]:
-    function = {"name": call.function.name, "arguments": _arguments(call)}
-    made: dict[str, object] = {"type": call.type, "function": function}
-    return made if call.id is None else {**made, "id": call.id}
-
-
-def _spelled_call(call: ToolCall) -> str:
-    """How a call appears where the template has no place for it (the spelling of the Hermes models)."""
-    function = {"name": call.function.name, "arguments": _arguments(call)}
-    return f"<tool_call>\n{orjson.dumps(function).decode()}\n</tool_call>"
-
-
-def _arguments(call: ToolCall) -> object:
-    """Templates expect an object; what a model wrote that is none stays as it is."""
-    try:
-        arguments = orjson.loads(call.function.arguments)
-    except orjson.JSONDecodeError:
-        return call.function.arguments
-    return arguments if isinstance(arguments, dict) else call.function.arguments
+def _template_variables(body: ChatCompletionRequest, template: ChatTemplate | None) -> Mapping[str, object]:
+    """Raises `ApiError` for a variable that is set elsewhere, and for one that the template does not look at."""
+    known = frozenset() if template is None else template.variables
+    variables = body.chat_template_kwargs or {}
+    if taken := sorted(TEMPLATE_NAMES & variables.keys()):
+        raise ApiError.invalid("chat_template_kwargs", f"'chat_template_kwargs' may not set {', '.join(taken)}.")
+    for name in variables.keys() - known:
+        raise ApiError.invalid("chat_template_kwargs", f"The chat template of this model does not know {shown(name)}.")
+    if body.reasoning_effort is None:
+        return variables
+    if "reasoning_effort" not in known:
+        raise ApiError.invalid(
+            "reasoning_effort", "'reasoning_effort' is not supported: the chat template of this model does not know it."
+        )
+    return {"reasoning_effort": body.reasoning_effort, **variables}
 
 
 def completion_prompts(body: CompletionRequest, text: TextModel, vocab_size: int) -> list[PreparedPrompt]:

@@ -3,17 +3,21 @@
 No transformers here, which would bring torch into the router: ``tokenizers`` and ``jinja2`` do the work.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
-from .chat_template import ChatMessage, ChatTemplate, TemplateRefused
-from .detokenizer import Detokenizer, TokenBytes
+from ..core.config import ChatConfig
+from .chat_syntax import ChatSyntax, chat_syntax
+from .chat_template import ChatMessage, ChatTemplate, TemplateRefused, ToolOffer
+from .detokenizer import Detokenizer, TokenBytes, UnsupportedTokenizer
 from .gguf_tokenizer import read_gguf
 from .tokenizer import GenerationDefaults, TokenizerParts, read_folder
+
+DEFAULT_CHAT = ChatConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,18 @@ class TextModel:
     template: ChatTemplate | None
     eos_ids: frozenset[int]
     defaults: GenerationDefaults
+    syntax: ChatSyntax
 
     @classmethod
-    def of(cls, parts: TokenizerParts, now: Callable[[], datetime] = datetime.now) -> "TextModel":
-        """Raises `UnsupportedTokenizer`. ``now`` is the date that templates may print."""
-        template = parts.chat_template and ChatTemplate(parts.chat_template, parts.special_tokens, now)
+    def of(
+        cls, parts: TokenizerParts, now: Callable[[], datetime] = datetime.now, chat: ChatConfig = DEFAULT_CHAT
+    ) -> "TextModel":
+        """Raises `UnsupportedTokenizer` or `UnknownFamily`. ``now`` is the date that templates may print."""
+        source = parts.chat_template if chat.chat_template is None else _read_template(chat.chat_template)
+        template = ChatTemplate(source, parts.special_tokens, now) if source else None
+        syntax = chat_syntax(chat, template, parts.tokenizer.get_vocab(with_added_tokens=True))
         token_bytes = TokenBytes.of(parts.tokenizer)
-        return cls(parts.tokenizer, token_bytes, template or None, parts.eos_ids, parts.defaults)
+        return cls(parts.tokenizer, token_bytes, template, parts.eos_ids, parts.defaults, syntax)
 
     def encode(self, text: str) -> Encoded:
         """With the special tokens that the tokenizer puts around a text. The text has no lone surrogates."""
@@ -54,11 +63,16 @@ class TextModel:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, object] = {},
+        tools: Sequence[ToolOffer] | None = None,
     ) -> str:
         """Raises `TemplateRefused`, also where the model has no template."""
         if self.template is None:
             raise TemplateRefused("this model has no chat template; use /v1/completions")
-        return self.template.render(messages, add_generation_prompt, continue_final_message, variables)
+        return self.template.render(messages, add_generation_prompt, continue_final_message, variables, tools)
+
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Of those that are one token of their own."""
+        return frozenset(i for text in texts if (i := self.tokenizer.token_to_id(text)) is not None)
 
     def encode_chat(self, rendered: str) -> Encoded:
         """A rendered chat, whose special tokens the template has written itself."""
@@ -82,9 +96,16 @@ class TextModel:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def load_text(source: Path) -> TextModel:
+def load_text(source: Path, chat: ChatConfig = DEFAULT_CHAT) -> TextModel:
     """The text side of a model: a Hugging Face folder or a GGUF file.
 
-    Raises `UnsupportedTokenizer`, and ``core.gguf_header.MalformedGguf``.
+    Raises `UnsupportedTokenizer`, `UnknownFamily` and ``core.gguf_header.MalformedGguf``.
     """
-    return TextModel.of(read_folder(source) if source.is_dir() else read_gguf(source))
+    return TextModel.of(read_folder(source) if source.is_dir() else read_gguf(source), chat=chat)
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnsupportedTokenizer(f"the chat template {path} cannot be read: {error}") from None

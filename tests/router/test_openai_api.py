@@ -224,7 +224,6 @@ def test_a_bad_completion_is_refused(fields: Json, param: str) -> None:
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -339,14 +338,15 @@ def test_text_parts_are_joined_and_developers_are_systems_unless_the_template_kn
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
+SPELLED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
 @pytest.mark.parametrize(
     ("template", "shown"),
     [
-        (TOOL_TEMPLATE, '(weather {"city": "Köln"})'),
-        (PLAIN_TEMPLATE, '<tool_call>\n{"name":"weather","arguments":{"city":"Köln"}}\n</tool_call></s>'),
+        (TOOL_TEMPLATE, '(weather {"city": "Köln"})[tool]9 °C'),
+        (PLAIN_TEMPLATE, SPELLED_CALL + "</s>[user]<tool_response>\n9 °C\n</tool_response></s>"),
     ],
 )
 def test_a_turn_of_tool_calls_without_content_is_kept(content: Json, template: str, shown: str) -> None:
@@ -355,7 +355,7 @@ def test_a_turn_of_tool_calls_without_content_is_kept(content: Json, template: s
     limits = Limits("toy", 1000, VOCAB_SIZE, 256)
     body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "?"}, call, result]})
     prompt = prepare_chat(body, model(template), limits, lambda: 7).choices[0].prompt.text
-    assert f"[assistant]{shown}[tool]9 °C" in prompt
+    assert f"[assistant]{shown}" in prompt
     assert "None" not in prompt and "null" not in prompt
 
 
@@ -399,7 +399,7 @@ def test_what_the_template_refuses_is_a_400_in_its_words(
 
 
 def test_template_variables_reach_the_template_whatever_their_names() -> None:
-    assert rendered(model("{{ bos_token }}"), chat_template_kwargs={"self": 1, "bos_token": "<x>"}) == "<x>"
+    assert rendered(model("{{ bos_token }}"), chat_template_kwargs={"bos_token": "<x>"}) == "<x>"
     assert rendered(model("{{ 'brief' if is_brief }}"), chat_template_kwargs={"is_brief": True}) == "brief"
 
 
