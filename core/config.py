@@ -116,3 +116,7 @@ class RouterConfig:
     """More are refused with 503 before any work."""
     door: DoorConfig = field(default_factory=DoorConfig)
     drain_seconds: float = 30.0
+    max_stored_responses: int = 4096
+    """Of ``/v1/responses``, for clients that come back to them; 0 keeps none."""
+    max_stored_bytes: int = 64 << 20
+    stored_response_seconds: float = 86_400.0

@@ -16,6 +16,7 @@ How a request passes through, from the client to the workers and back:
 ``streams``           one request's events on their way to its client
 ``output``            tokens become text (``stop_strings``); ``wire_format`` puts it into OpenAI's form
 ``parsing``           reasoning and tool calls are told apart from the text
+``responses``         the Responses API: items, events, conversations that are kept
 ``tokenization``      ``/tokenize`` and ``/detokenize``
 ``pages``             what a browser is shown; ``status`` its numbers, ``history`` those of the last minutes
 ``metrics``           what Prometheus reads

@@ -31,6 +31,9 @@ from .openapi import DescribedApp
 from .operation_routes import operation_routes
 from .pages.routes import page_routes
 from .prepare import Limits, PreparedRequest
+from .responses.routes import EVENTS as RESPONSE_EVENTS
+from .responses.routes import response_routes
+from .responses.store import ResponseStore
 from .status import status_routes
 from .streams import ClientGone, Reply, Stream
 from .text import TextModel
@@ -59,6 +62,9 @@ class Router:
         self.model_name = config.served_model_name or config.model
         self.started_at = int(time.time())
         self.is_draining = False
+        self.responses = ResponseStore(
+            config.max_stored_responses, config.max_stored_bytes, config.stored_response_seconds
+        )
         self._streams: set[Stream] = set()
         self._is_quiet = asyncio.Event()
 
@@ -127,14 +133,17 @@ class Router:
             return False
         return True
 
-    async def answer(self, http: HttpRequest, prepare: Prepare) -> Response:
-        """Serve one completion from its validated body to its last byte."""
+    async def answer(self, http: HttpRequest, prepare: Prepare, more_bytes: int = 0) -> Response:
+        """Serve one completion from its validated body to its last byte.
+
+        ``more_bytes`` is what `prepare` reads beside the body.
+        """
         arrived_at = time.monotonic()
         visit: Visit = http.state.visit
         with ExitStack() as cleanup:
             stream = self.open_stream()
             cleanup.callback(self.close_stream, stream)
-            prepared = await self._prepared(http, prepare)
+            prepared = await self._prepared(http, prepare, more_bytes)
             self._check_room_for(len(prepared.choices))
             visit.reserve(prepared.num_prompt_tokens, prepared.most_tokens)
             stream.watch(http.receive)
@@ -151,9 +160,9 @@ class Router:
             except ClientGone:
                 return Response(status_code=CLIENT_GONE_STATUS)
 
-    async def _prepared(self, http: HttpRequest, prepare: Prepare) -> PreparedRequest:
+    async def _prepared(self, http: HttpRequest, prepare: Prepare, more_bytes: int) -> PreparedRequest:
         limits = self.limits()
-        if int(http.headers.get("content-length", LONG_BODY_BYTES)) < LONG_BODY_BYTES:
+        if int(http.headers.get("content-length", LONG_BODY_BYTES)) + more_bytes < LONG_BODY_BYTES:
             return prepare(self.text, limits, _draw_seed)
         return await asyncio.to_thread(prepare, self.text, limits, _draw_seed)
 
@@ -210,12 +219,23 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
+ROUTES = (
+    completion_routes,
+    response_routes,
+    model_routes,
+    tokenization_routes,
+    operation_routes,
+    status_routes,
+    page_routes,
+)
+
+
 def create_app(router: Router) -> FastAPI:
-    app = DescribedApp(EVENTS, exception_handlers=exception_handlers)
+    app = DescribedApp((*EVENTS, *RESPONSE_EVENTS), exception_handlers=exception_handlers)
     door = router.config.door
     app.add_middleware(BodyLimits, max_bytes=door.max_body_bytes, max_nesting=door.max_nesting)
     app.add_middleware(Admission, access=router.access)
     app.add_middleware(RequestIds)  # the last one is the outermost
-    for routes in (completion_routes, model_routes, tokenization_routes, operation_routes, status_routes, page_routes):
+    for routes in ROUTES:
         app.include_router(routes(router))
     return app

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from ..core.request import LEAST_URGENT, MAX_LOGPROBS, MOST_URGENT
 from .openai_errors import encodable
+from .openai_errors import refusal as _refusal
 
 MAX_CHOICES = 128
 """Of one prompt."""
@@ -44,13 +45,15 @@ class Body(BaseModel):
     """No type is bent into another, no field is unknown, no number is infinite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    aliases: ClassVar[frozenset[str]] = frozenset()
+    """Names of fields in JSON that pydantic has taken for itself."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:
         """The first unknown field is told, however many there are."""
         for name in data if isinstance(data, dict) else ():
-            if name not in cls.model_fields:
+            if name not in cls.model_fields and name not in cls.aliases:
                 raise PydanticCustomError("unknown", "{field}", {"field": encodable(name)})
         return data
 
@@ -121,11 +124,6 @@ class CompletionFields(RequestFields):
         if self.stream_options is not None and not self.stream:
             raise _refusal("stream_options", "'stream_options' is only allowed when 'stream' is true")
         return self
-
-
-def _refusal(field: str, reason: str) -> PydanticCustomError:
-    """``field`` is at fault, of those that the raising validator sees."""
-    return PydanticCustomError("refused", "{reason}", {"field": field, "reason": reason})
 
 
 def check_values(data: dict[str, Any]) -> None:

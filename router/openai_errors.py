@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -98,6 +99,11 @@ def shown(value: object) -> str:
     return _shortened.repr(value)
 
 
+def refusal(field: str, reason: str) -> PydanticCustomError:
+    """For validators: ``field`` is at fault, of those that the raising one sees."""
+    return PydanticCustomError("refused", "{reason}", {"field": field, "reason": reason})
+
+
 Problem = Mapping[str, Any]
 """One of pydantic's ``errors()``."""
 
@@ -137,7 +143,8 @@ def _path(problem: Problem) -> list[str]:
 
     A check of several fields together names the one at fault itself.
     """
-    place = [part for part in problem["loc"] if part != "body"]
+    source, *rest = problem["loc"] or ("",)
+    place = rest if source in ("body", "query") else problem["loc"]
     field = problem.get("ctx", {}).get("field")
     return [*_fields(place), *([] if field is None else [field])]
 

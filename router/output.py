@@ -150,6 +150,11 @@ class OutputAssembler:
         return output
 
     @property
+    def deltas(self) -> Sequence[OutputDelta]:
+        """What `feed` has returned; kept only for choices that are not streamed."""
+        return self._kept
+
+    @property
     def output(self) -> OutputDelta:
         """All of it, once finished; kept only for choices that are not streamed."""
         assert self.finish is not None, "a body is built from whole outputs"

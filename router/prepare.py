@@ -23,6 +23,9 @@ from .wire_format import ChatFormat, CompletionFormat, WireFormat
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of ``/v1/completions`` where the client says nothing, as at OpenAI."""
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code for prompts that are too long for the model."""
+
 DrawSeed = Callable[[], int]
 """A source of random seeds."""
 
@@ -130,7 +133,7 @@ def fitted(
             field,
             f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
             f"{num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion).",
-            "context_length_exceeded",
+            CONTEXT_EXCEEDED,
         )
     if params.min_tokens > max_tokens:
         raise ApiError.invalid(

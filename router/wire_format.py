@@ -164,10 +164,7 @@ class ChatFormat(ChoicesFormat):
         return {"message": {**message, "tool_calls": calls} if calls else message}
 
     def _logprobs(self, entries: Iterable[TokenEntry]) -> Json:
-        content = [
-            {**_chat_token(entry), "top_logprobs": [_chat_token(token) for token in entry.top]} for entry in entries
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(entries), "refusal": None}
 
 
 class CompletionFormat(ChoicesFormat):
@@ -249,6 +246,11 @@ def _finite(logprob: float) -> float:
 def _chat_token(token: ScoredToken | TokenEntry) -> Json:
     assert token.logprob is not None, "only a prompt's first token has none, and a chat shows no prompt"
     return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.piece)}
+
+
+def token_logprobs(entries: Iterable[TokenEntry]) -> list[Json]:
+    """As chats and responses have them."""
+    return [{**_chat_token(entry), "top_logprobs": [_chat_token(token) for token in entry.top]} for entry in entries]
 
 
 def _legacy_top(entry: TokenEntry) -> dict[str, float] | None:
