@@ -8,18 +8,21 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from .benchmarks.bench import bench
-from .core.config import ChatConfig, EngineConfig, RouterConfig, TransferConfig, WorkerConfig
+from .core.config import ChatConfig, EngineConfig, RouterConfig, TraceConfig, TransferConfig, WorkerConfig
 from .core.messages import Incarnation, Role
 from .deploy.launch import USAGE_STATUS, WorkerCommand, WorkerFailed, WorkerGroup, end_with_parent
 from .deploy.model_source import ModelSource, ModelSourceError, resolve
+from .deploy.traces import TracesUnavailable, tracing
 
 if TYPE_CHECKING:
+    from .router.telemetry import Telemetry
     from .router.text import TextModel
 
 app = typer.Typer(
@@ -116,6 +119,14 @@ Threads = Annotated[
     int | None, typer.Option(help="Compute threads of each worker; the cores are divided when unset.", min=1)
 ]
 
+AccessLog = Annotated[
+    str | None, typer.Option(help="File for a JSON line a request, without prompts and keys; - is the standard output.")
+]
+OtlpEndpoint = Annotated[
+    str | None, typer.Option(help="Send OpenTelemetry traces there, like http://localhost:4318/v1/traces.")
+]
+TraceFile = Annotated[str | None, typer.Option(help="Append OpenTelemetry spans to this file, a JSON line each.")]
+
 
 @app.command()
 def serve(
@@ -143,6 +154,9 @@ def serve(
     prefix_cache: PrefixCache = ENGINE.prefix_cache,
     transports: Transports = TRANSPORTS,
     threads: Threads = None,
+    access_log: AccessLog = None,
+    otlp_endpoint: OtlpEndpoint = None,
+    trace_file: TraceFile = None,
 ) -> None:
     """Serve MODEL on this host: a router with an OpenAI-compatible API, and its workers.
 
@@ -167,8 +181,17 @@ def serve(
     flags += [f"--kv-memory={kv_memory}"] if kv_memory else []
     flags += [f"--num-blocks={num_blocks}"] if num_blocks else []
     flags += [f"--max-model-len={max_model_len}"] if max_model_len else []
-    chat = ChatConfig(chat_template, tool_parser, reasoning_parser)
-    config = RouterConfig(model, host=host, port=port, served_model_name=served_model_name, chat=chat)
+    flags += [f"--otlp-endpoint={otlp_endpoint}"] if otlp_endpoint else []
+    flags += [f"--trace-file={trace_file}"] if trace_file else []
+    config = RouterConfig(
+        model,
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        chat=ChatConfig(chat_template, tool_parser, reasoning_parser),
+        access_log=access_log,
+        traces=TraceConfig(otlp_endpoint, trace_file),
+    )
     _serve(config, [(role, flags) for role in roles])
 
 
@@ -185,6 +208,9 @@ def router(
     chat_template: ChatTemplate = None,
     tool_parser: ToolParser = CHAT.tool_parser,
     reasoning_parser: ReasoningParser = CHAT.reasoning_parser,
+    access_log: AccessLog = None,
+    otlp_endpoint: OtlpEndpoint = None,
+    trace_file: TraceFile = None,
 ) -> None:
     """Run the router alone; workers join with `crossdock worker MODEL --router tcp://HOST:PORT`."""
     config = RouterConfig(
@@ -195,6 +221,8 @@ def router(
         control_port=control_port,
         served_model_name=served_model_name,
         chat=ChatConfig(chat_template, tool_parser, reasoning_parser),
+        access_log=access_log,
+        traces=TraceConfig(otlp_endpoint, trace_file),
     )
     _serve(config, [])
 
@@ -221,6 +249,8 @@ def worker(
     prefix_cache: PrefixCache = ENGINE.prefix_cache,
     transports: Transports = TRANSPORTS,
     threads: Threads = None,
+    otlp_endpoint: OtlpEndpoint = None,
+    trace_file: TraceFile = None,
     parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one worker: an engine that reports to a router and serves what it is sent."""
@@ -243,7 +273,8 @@ def worker(
         num_threads=threads,
     )
     transfer = TransferConfig(transports=tuple(transports.split(",")))
-    config = WorkerConfig(model, router, role=role, host=host, engine=engine, transfer=transfer)
+    traces = TraceConfig(otlp_endpoint, trace_file)
+    config = WorkerConfig(model, router, role=role, host=host, engine=engine, transfer=transfer, traces=traces)
     source = _resolve(model)
     from .worker import Worker  # torch: only this command pays for it
 
@@ -273,8 +304,9 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
     ]
     group = WorkerGroup(commands)
     try:
-        group.start()
-        serve_router(config, listener, mailbox, _text_of(source, config.chat), group.run)
+        with _telemetry(config) as telemetry:
+            group.start()
+            serve_router(config, listener, mailbox, _text_of(source, config.chat), group.run, telemetry)
     except* WorkerFailed as failures:
         failure: BaseException = failures
         while isinstance(failure, BaseExceptionGroup):
@@ -282,6 +314,21 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
         _fail(str(failure))
     finally:
         group.stop()
+
+
+@contextmanager
+def _telemetry(config: RouterConfig) -> "Iterator[Telemetry]":
+    """What tells of the router's requests; all of it is written when the block ends."""
+    from .router.access_log import LineWriter
+    from .router.telemetry import Telemetry
+
+    with ExitStack() as stack:
+        try:
+            lines = stack.enter_context(LineWriter(config.access_log)) if config.access_log else None
+            tracer = stack.enter_context(tracing(config.traces, "crossdock-router"))
+        except (OSError, TracesUnavailable) as error:
+            _fail(str(error))
+        yield Telemetry(lines, tracer)
 
 
 def _roles(prefill: int, decode: int, mixed: int) -> list[Role]:

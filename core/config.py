@@ -45,6 +45,16 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """Where OpenTelemetry's spans go; nowhere as it stands here."""
+
+    otlp_endpoint: str | None = None
+    """URL of a collector, like ``http://localhost:4318/v1/traces`` (OTLP over HTTP)."""
+    file: str | None = None
+    """A JSON object a span is appended; all processes of a host may share the file."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One `crossdock worker` process."""
 
@@ -57,6 +67,7 @@ class WorkerConfig:
     """Key of the block hashes; equal in all processes of one deployment."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    traces: TraceConfig = field(default_factory=TraceConfig)
     heartbeat_seconds: float = 1.0
     router_silence_seconds: float = 10.0
     """Without a word from the router for so long, its requests are dropped: nobody would read them."""
@@ -97,7 +108,7 @@ class ChatConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """The `crossdock router` process."""
+    """The `crossdock router` process. ``access_log`` is a file, or ``-`` for the standard output."""
 
     model: str
     host: str = "127.0.0.1"
@@ -106,6 +117,8 @@ class RouterConfig:
     control_port: int = 0
     """Where workers report; 0 lets the system choose."""
     served_model_name: str | None = None
+    access_log: str | None = None
+    traces: TraceConfig = field(default_factory=TraceConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     cluster_key: bytes = b"crossdock"
     dead_after_seconds: float = 3.0

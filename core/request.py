@@ -69,13 +69,17 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One sequence to generate. ``salt`` separates tenants in the prefix cache (core/block_hash.py)."""
+    """One sequence to generate. ``salt`` separates tenants in the prefix cache (core/block_hash.py).
+
+    ``trace`` is the W3C ``traceparent`` of this attempt where its request is traced, else empty.
+    """
 
     request_id: RequestId
     prompt: bytes
     params: SamplingParams
     salt: bytes = b""
     priority: int = 0
+    trace: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -20,5 +20,6 @@ How a request passes through, from the client to the workers and back:
 ``tokenization``      ``/tokenize`` and ``/detokenize``
 ``pages``             what a browser is shown; ``status`` its numbers, ``history`` those of the last minutes
 ``metrics``           what Prometheus reads
+``telemetry``         ``access_log`` and ``tracing``, which tell of a request by its ``summary``
 ====================  ================================================================================
 """

@@ -36,8 +36,10 @@ from .responses.routes import response_routes
 from .responses.store import ResponseStore
 from .status import status_routes
 from .streams import ClientGone, Reply, Stream
+from .telemetry import SILENT, Telemetry
 from .text import TextModel
 from .tokenization import tokenization_routes
+from .tracing import RequestTrace
 
 LONG_BODY_BYTES = 8 << 10
 """Longer requests are tokenised in a thread; for shorter ones the switch would cost more."""
@@ -140,6 +142,7 @@ class Router:
         """
         arrived_at = time.monotonic()
         visit: Visit = http.state.visit
+        trace: RequestTrace | None = getattr(http.state, "trace", None)
         with ExitStack() as cleanup:
             stream = self.open_stream()
             cleanup.callback(self.close_stream, stream)
@@ -150,8 +153,8 @@ class Router:
             if visit.deadline is not None:
                 stream.end_at(visit.deadline)
             form = prepared.format(prepared, uuid.uuid4().hex, int(time.time()), self._fingerprint())
-            stream.open(_requests(prepared, form.id, visit.caller), not prepared.is_stream, arrived_at)
-            reply = Reply(stream, prepared, self.text, form)
+            stream.open(_requests(prepared, form.id, visit.caller), not prepared.is_stream, arrived_at, trace)
+            reply = http.state.reply = Reply(stream, prepared, self.text, form)
             cleanup.callback(lambda: visit.settle(reply.usage))
             try:
                 if not prepared.is_stream:
@@ -213,6 +216,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     data = await self._reply.next_bytes()
             except ApiError as error:
+                scope["state"]["error"] = error
                 data = self._reply.failure(error)
             except ClientGone:
                 return
@@ -230,12 +234,13 @@ ROUTES = (
 )
 
 
-def create_app(router: Router) -> FastAPI:
+def create_app(router: Router, telemetry: Telemetry = SILENT) -> FastAPI:
     app = DescribedApp((*EVENTS, *RESPONSE_EVENTS), exception_handlers=exception_handlers)
     door = router.config.door
     app.add_middleware(BodyLimits, max_bytes=door.max_body_bytes, max_nesting=door.max_nesting)
     app.add_middleware(Admission, access=router.access)
-    app.add_middleware(RequestIds)  # the last one is the outermost
+    app.add_middleware(RequestIds)
+    telemetry.install(app)  # the last one is the outermost
     for routes in ROUTES:
         app.include_router(routes(router))
     return app

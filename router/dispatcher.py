@@ -113,9 +113,22 @@ class Dispatcher:
 
     def release(self, entry: Entry, reason: EndReason) -> None:
         """The client needs no more of this choice; both legs free what they hold. Idempotent."""
-        if self.ledger.end(entry):
+        if self._end(entry, reason):
             self._abort(entry.attempt)
-            self._metrics.ended(entry, reason, self._clock())
+            self._close(entry, reason, self._clock())
+
+    def _end(self, entry: Entry, outcome: str, is_failure: bool = False) -> bool:
+        """The current attempt is over; false if it was already."""
+        if not self.ledger.end(entry):
+            return False
+        if entry.trace is not None:
+            entry.trace.end_attempt(entry, outcome, is_failure)
+        return True
+
+    def _close(self, entry: Entry, reason: EndReason, now: float) -> None:
+        """No attempt follows."""
+        entry.end_reason = reason
+        self._metrics.ended(entry, reason, now)
 
     def _abort(self, attempt: Attempt) -> None:
         for leg in attempt.legs:
@@ -124,12 +137,12 @@ class Dispatcher:
 
     def _fail(self, entry: Entry, failure: Failure, now: float) -> None:
         """An attempt failed: the other leg stops at once, and the request starts elsewhere or ends."""
-        if not self.ledger.end(entry):
+        if not self._end(entry, failure.reason, is_failure=True):
             return
         self._abort(entry.attempt)
         if failure.is_retryable and self._retry(entry, now):
             return
-        self._metrics.ended(entry, EndReason.ERROR, now)
+        self._close(entry, EndReason.ERROR, now)
         entry.sink.fail(entry, failure)
 
     def _retry(self, entry: Entry, now: float) -> bool:
@@ -195,8 +208,9 @@ class Dispatcher:
         if entry.first_token_at is None:
             entry.first_token_at = now
         if entry.is_finished:
-            self.ledger.end(entry)
-            self._metrics.ended(entry, EndReason.of(delta.finish), now)
+            reason = EndReason.of(delta.finish)
+            self._end(entry, reason)
+            self._close(entry, reason, now)
         entry.sink.emit(entry, delta)
 
     def _on_hello(self, sender: Peer, hello: Hello, now: float) -> None:

@@ -59,12 +59,23 @@ class Attempt:
         return peer == self.pair.decode.peer or peer == self.pair.prefill.peer
 
 
+class AttemptTrace(Protocol):
+    """Who tells of the attempts of an entry."""
+
+    def begin_attempt(self, entry: "Entry") -> str:
+        """The entry's newest attempt is about to be sent; the ``Request.trace`` that its workers see."""
+
+    def end_attempt(self, entry: "Entry", outcome: str, is_failure: bool) -> None:
+        """The newest attempt is over, and why."""
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """One choice of one HTTP request.
 
     ``may_restart`` is true where nothing reaches the client before the end (no streaming), so that a new
-    attempt may begin whatever was received. ``moved_at`` is when the attempt began or last emitted a token.
+    attempt may begin whatever was received. ``moved_at`` is when the attempt began or last emitted a token,
+    ``end_reason`` why it is over for good.
     """
 
     request: Request
@@ -72,11 +83,13 @@ class Entry:
     sink: Sink
     opened_at: float
     may_restart: bool = False
+    trace: AttemptTrace | None = None
     attempts: list[Attempt] = field(default_factory=list)
     output_ids: "array[int]" = field(default_factory=lambda: array("I"))
     is_finished: bool = False
     first_token_at: float | None = None
     moved_at: float = 0.0
+    end_reason: str | None = None
     gap_since: float | None = None
     ahead: dict[int, TokenDelta] = field(default_factory=dict)
 
@@ -158,7 +171,8 @@ class Ledger:
         self._entries[request_id] = entry
         for leg in attempt.legs:
             self._by_worker.setdefault(leg.incarnation, {})[request_id] = entry
-        request = msgspec.structs.replace(entry.request, request_id=request_id)
+        trace = entry.trace.begin_attempt(entry) if entry.trace is not None else ""
+        request = msgspec.structs.replace(entry.request, request_id=request_id, trace=trace)
         return PrefillTask(request=request, transfer_id=TransferId(request_id), decode=pair.decode.peer)
 
     def find(self, request_id: RequestId, sender: Peer) -> Entry | None:

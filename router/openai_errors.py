@@ -157,18 +157,19 @@ _TYPE_NAMES = {"str", "int", "float", "bool", "none", "TextPart"}
 
 
 async def _answer_api_error(request: Request, error: ApiError) -> Response:
+    """The error stays in the request's state, for whoever tells of the request after its end."""
+    request.state.error = error
     return error.response()
 
 
 async def _answer_validation(request: Request, error: RequestValidationError) -> Response:
-    return of_validation(error.errors()).response()
+    return await _answer_api_error(request, of_validation(error.errors()))
 
 
 async def _answer_http(request: Request, error: HTTPException) -> Response:
     kind = INVALID_REQUEST if error.status_code < 500 else SERVER_ERROR
-    response = ApiError(error.status_code, str(error.detail), type=kind).response()
-    response.headers.update(error.headers or {})
-    return response
+    told = ApiError(error.status_code, str(error.detail), type=kind, headers=error.headers)
+    return await _answer_api_error(request, told)
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:

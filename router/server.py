@@ -20,6 +20,7 @@ from ..core.mailbox import AsyncMailbox
 from .app import Router, create_app
 from .dispatcher import Dispatcher
 from .metrics import RouterMetrics
+from .telemetry import SILENT, Telemetry
 from .text import TextModel
 
 _log = logging.getLogger("crossdock.router")
@@ -45,6 +46,7 @@ def serve_router(
     mailbox: AsyncMailbox,
     text: TextModel,
     companion: Callable[[], Awaitable[object]],
+    telemetry: Telemetry = SILENT,
 ) -> None:
     """Serve until a signal ends it; returns when everything is closed.
 
@@ -53,7 +55,7 @@ def serve_router(
     cancelled at the end; what it raises ends the process too.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, listener, mailbox, text, companion))
+        runner.run(_serve(config, listener, mailbox, text, companion, telemetry))
 
 
 async def _serve(
@@ -62,11 +64,12 @@ async def _serve(
     mailbox: AsyncMailbox,
     text: TextModel,
     companion: Callable[[], Awaitable[object]],
+    telemetry: Telemetry,
 ) -> None:
     metrics = RouterMetrics(config.served_model_name or config.model)
     dispatcher = Dispatcher(config, mailbox, metrics)
     router = Router(config, text, dispatcher, metrics)
-    server = _Server(_uvicorn_config(router))
+    server = _Server(_uvicorn_config(router, telemetry))
     host, port = listener.getsockname()[:2]
     _log.info("serving %s on http://%s:%d, workers report to %s", router.model_name, host, port, mailbox.peer.address)
     ending = _Ending(router, server)
@@ -117,9 +120,9 @@ class _Ending:
         self._server.should_exit = True
 
 
-def _uvicorn_config(router: Router) -> uvicorn.Config:
+def _uvicorn_config(router: Router, telemetry: Telemetry) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(router),
+        create_app(router, telemetry),
         http="httptools",
         ws="none",
         lifespan="off",

@@ -15,7 +15,7 @@ from ..core.messages import PromptLogprobs, TokenDelta
 from ..core.request import Request
 from .access.visit import Deadline
 from .dispatcher import Dispatcher
-from .ledger import Entry, Failure
+from .ledger import AttemptTrace, Entry, Failure
 from .metrics import EndReason
 from .openai_errors import ApiError
 from .output import OutputAssembler
@@ -69,13 +69,25 @@ class Stream:
         self._watch: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def open(self, requests: Sequence[Request], may_restart: bool, arrived_at: float) -> None:
+    def open(
+        self,
+        requests: Sequence[Request],
+        may_restart: bool,
+        arrived_at: float,
+        trace: AttemptTrace | None = None,
+    ) -> None:
         """Raises `ApiError` 503 when no pair of workers takes the request."""
-        entries = [Entry(request, choice, self, arrived_at, may_restart) for choice, request in enumerate(requests)]
+        entries = [
+            Entry(request, choice, self, arrived_at, may_restart, trace) for choice, request in enumerate(requests)
+        ]
         outcome = self._dispatcher.open(entries)
         if isinstance(outcome, NoCapacity):
             raise ApiError.overloaded(outcome.reason)
         self._entries = entries
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return self._entries
 
     def watch(self, receive: Receive) -> None:
         """Notice the client's leaving; the request's body must have been read."""
@@ -177,6 +189,15 @@ class Reply:
                 self._is_closed = True
                 written += self._form.ending(self._assemblers)
         return written
+
+    @property
+    def prepared(self) -> PreparedRequest:
+        return self._prepared
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """One a choice."""
+        return self._stream.entries
 
     @property
     def usage(self) -> TokenUsage:
