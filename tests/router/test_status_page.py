@@ -91,7 +91,7 @@ async def test_only_points_that_are_new_to_the_asker_are_sent(cluster: "Cluster"
     later = Status.model_validate_json((await client.get("/status.json?after=3")).content).history
     assert (later.next, len(later.points)) == (4, 1)
     refused = await client.get("/status.json?after=-1")
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "query.after")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
 
 
 # --- in a browser ----------------------------------------------------------------------------------
