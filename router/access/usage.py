@@ -105,17 +105,15 @@ class UsageLog:
 
     def _gather(self) -> bool:
         """Wait for one and take what comes soon after it; false after the last."""
-        item = self._told.get() if not self._pending else None
-        deadline = time.monotonic() + FLUSH_SECONDS
-        while True:
-            if item is not None:
+        try:
+            item = self._told.get(timeout=FLUSH_SECONDS if self._pending else None)
+            deadline = time.monotonic() + FLUSH_SECONDS
+            while item is not None:
                 self._pending.setdefault(item.line, Total()).add(item.tokens)
-            try:
                 item = self._told.get(timeout=max(0.0, deadline - time.monotonic()))
-            except Empty:
-                return True
-            if item is None:
-                return False
+        except Empty:
+            return True
+        return False
 
     def _write(self) -> None:
         """All that is pending, or nothing: it stays pending then."""
