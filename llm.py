@@ -27,6 +27,7 @@ from .core.messages import (
     PrefillTask,
     PromptLogprobs,
     Push,
+    RequestFailed,
     Role,
     TokenDelta,
     WorkerCard,
@@ -85,7 +86,9 @@ class LLM:
         source = resolve(model)
         fingerprint = source.fingerprint()
         self._text = load_text(source.path, ChatConfig(chat_template))
-        loaded = load_model(source.path, fingerprint, CLUSTER_KEY, config)
+        loaded = load_model(
+            source.path, fingerprint, CLUSTER_KEY, config, load_vocabulary=lambda: self._text.vocabulary
+        )
         self._limits = Limits(model, loaded.max_model_len, loaded.spec.vocab_size, MAX_CHOICES)
         self._card = WorkerCard(
             role=Role.MIXED,
@@ -98,6 +101,7 @@ class LLM:
         )
         self._config = config
         self._executor = loaded.executor
+        self._may_run = loaded.grammars.may_run_at_once
         self._tables = loaded.tables
         self._compose()
 
@@ -105,9 +109,10 @@ class LLM:
         """The parts and the loop around the executor, as a worker has them."""
         card, tables, config = self._card, self._tables, self._config
         self._collector = _Collector()
-        decode = DecodePart(card, tables, self._collector, (), _nothing_lands, NEVER_SECONDS)
+        outbox, may_run = self._collector, self._may_run
+        decode = DecodePart(card, tables, outbox, (), _nothing_lands, NEVER_SECONDS, may_run)
         prefill = PrefillPart(
-            HERE, card, tables, self._collector, decode.adopt, lambda: decode.num_held_back, NEVER_SECONDS
+            HERE, card, tables, outbox, decode.adopt, lambda: decode.num_held_back, NEVER_SECONDS, may_run
         )
         self._parts: tuple[Part, Part] = (decode, prefill)
         self._engine = Engine(self._executor, tables, self._parts, config.chunk_tokens, config.max_num_seqs)
@@ -127,7 +132,8 @@ class LLM:
 
         Without ``params`` the model's own defaults hold; with ``max_tokens`` unset an answer may be as long as the
         longest request. Raises ``ValueError``, before any work, for what the server would refuse: a prompt that is
-        empty, too long or holds ids outside the vocabulary, and parameters out of their range.
+        empty, too long or holds ids outside the vocabulary, and parameters out of their range. Raises ``RuntimeError``
+        where a grammar turns out too complex to be followed to its end.
         """
         several = [prompts] if isinstance(prompts, str) else prompts
         prepared = [batch_prompt(prompt, self._text, self._limits.vocab_size) for prompt in several]
@@ -238,6 +244,8 @@ class _Collector:
                 self._stopped.append(delta.request_id)
 
     def send(self, to: Peer, message: Message) -> None:
+        if isinstance(message, RequestFailed):
+            raise RuntimeError(message.reason)
         assert isinstance(message, PromptLogprobs), f"nothing else is sent offline: {message}"
         self._answers[message.request_id].assembler.add_prompt_logprobs(message.start, message.logprobs)
 

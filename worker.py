@@ -15,11 +15,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import zmq
 
 from .core.config import WorkerConfig
+from .core.grammar import Vocabulary
 from .core.mailbox import Mailbox
 from .core.messages import (
     Heartbeat,
@@ -39,7 +41,7 @@ from .core.messages import (
     WorkerCard,
     WorkerLoad,
 )
-from .core.part import Delivery, Part
+from .core.part import Delivery
 from .decode.part import DecodePart
 from .kvtransfer.links import Links
 from .kvtransfer.pool_bytes import PoolBytes
@@ -107,7 +109,8 @@ class Worker:
             return pools[0].memory
 
         key, engine = self._config.cluster_key, self._config.engine
-        model = load_model(path, fingerprint, key, engine, allocate, self._wake_up, _show_progress)
+        vocabulary = partial(load_vocabulary, path)
+        model = load_model(path, fingerprint, key, engine, allocate, self._wake_up, _show_progress, vocabulary)
         return model, pools[0]
 
     def _compose(self, fingerprint: str, shared: SharedPool) -> None:
@@ -132,25 +135,29 @@ class Worker:
         send, pool = self._outbox.send, model.tables.pool
         self._links = Links(me, self._card, transports, pool, memory, send, lease_seconds)
         self._outbox.push = self._links.push
-        self._decode = DecodePart(
-            self._card, model.tables, self._outbox, memory.group_bytes, self._links.land, lease_seconds
-        )
-        self._prefill = PrefillPart(
-            me,
-            self._card,
-            model.tables,
-            self._outbox,
-            hand_over=self._decode.adopt,
-            held_back=lambda: self._decode.num_held_back,
-            lease_seconds=lease_seconds,
-        )
-        self._parts: tuple[Part, Part] = (self._decode, self._prefill)
+        self._parts = self._decode, self._prefill = self._make_parts(memory)
         self._engine = Engine(
             model.executor, model.tables, self._parts, config.engine.chunk_tokens, config.engine.max_num_seqs
         )
         self._poller = zmq.Poller()
         for source in (self._mailbox.poll_socket, self._wake, *(inbox.poll_socket for inbox in self._links.inboxes)):
             self._poller.register(source, zmq.POLLIN)
+
+    def _make_parts(self, memory: PoolBytes) -> tuple[DecodePart, PrefillPart]:
+        card, outbox, tables = self._card, self._outbox, self._model.tables
+        lease_seconds, may_run = self._config.transfer.lease_seconds, self._model.grammars.may_run
+        decode = DecodePart(card, tables, outbox, memory.group_bytes, self._links.land, lease_seconds, may_run)
+        prefill = PrefillPart(
+            self._mailbox.peer,
+            card,
+            tables,
+            outbox,
+            hand_over=decode.adopt,
+            held_back=lambda: decode.num_held_back,
+            lease_seconds=lease_seconds,
+            may_run=may_run,
+        )
+        return decode, prefill
 
     def _transports(self, memory: PoolBytes, shared: SharedPool) -> list[Transport]:
         known: dict[str, Callable[[], Transport]] = {
@@ -324,8 +331,16 @@ class Worker:
 
     def _close(self) -> None:
         self._model.executor.close()
+        self._model.grammars.close()
         self._links.close()
         self._mailbox.close(linger_seconds=1.0)
+
+
+def load_vocabulary(path: Path) -> Vocabulary:
+    """What the model's tokens stand for; most workers never need to know. Raises ``ValueError``."""
+    from .router.text import load_text  # the router's libraries, 30 MB
+
+    return load_text(path).vocabulary
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -23,9 +23,10 @@ from crossdock.model.engine import Step
 from crossdock.model.engine_plan import EnginePlan
 from crossdock.model.executor import Executor
 from crossdock.model.families import decoder_spec
+from crossdock.model.grammar import Grammars
 from crossdock.model.kv_tensors import KvTensors
 from crossdock.model.loading import RandomWeights, build_transformer
-from crossdock.model.startup import LoadedModel
+from crossdock.model.startup import LoadedModel, no_vocabulary
 
 VOCAB = 512
 SIZES: dict[str, object] = {
@@ -151,5 +152,7 @@ def engine_of(plan: EnginePlan, build: Build) -> OfflineEngine:
     pool = BlockPool(num_blocks)
     hasher = BlockHasher(b"key", model_root(b"key", "m", plan.layout), block_size)
     tables = BlockTables(pool, PrefixCache(pool, plan.config.prefix_cache), hasher, block_size)
-    model = LoadedModel(plan.spec, plan.layout, tables, build(plan, num_blocks), plan.longest_request(num_blocks))
+    grammars = Grammars(no_vocabulary, plan.spec.vocab_size)
+    executor, longest = build(plan, num_blocks), plan.longest_request(num_blocks)
+    model = LoadedModel(plan.spec, plan.layout, tables, executor, longest, grammars)
     return OfflineEngine(model, plan.config)

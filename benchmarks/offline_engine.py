@@ -89,10 +89,10 @@ class OfflineEngine:
             vocab_size=model.spec.vocab_size,
             num_layer_groups=model.executor.num_layer_groups,
         )
-        tables = model.tables
-        decode = DecodePart(card, tables, self._collector, (), _nothing_lands, NEVER_SECONDS)
+        tables, outbox, may_run = model.tables, self._collector, model.grammars.may_run_at_once
+        decode = DecodePart(card, tables, outbox, (), _nothing_lands, NEVER_SECONDS, may_run)
         prefill = PrefillPart(
-            HERE, card, tables, self._collector, decode.adopt, lambda: decode.num_held_back, NEVER_SECONDS
+            HERE, card, tables, outbox, decode.adopt, lambda: decode.num_held_back, NEVER_SECONDS, may_run
         )
         self._parts = (decode, prefill)
         self._engine = Engine(model.executor, tables, self._parts, config.chunk_tokens, config.max_num_seqs)

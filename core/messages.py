@@ -14,7 +14,7 @@ from .kv_layout import KvLayout
 from .request import Request, RequestId, TokenLogprobs, TransferId
 from .sequence import FinishReason
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Incarnation = NewType("Incarnation", str)
 LeaseId = NewType("LeaseId", int)

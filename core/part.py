@@ -5,6 +5,7 @@ the results of its own chunks. A part changes its sequences, and says what other
 `Outbox` it was made with. It does no I/O and reads no clock: time is an argument.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -84,6 +85,10 @@ class Part(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a request is here that a step could advance."""
+
+
+MayRun = Callable[[Sequence], bool]
+"""Whether a sequence may take part in the next step, as far as its grammar is concerned."""
 
 
 def refuse_unfit(request: Request, vocab_size: int, max_model_len: int) -> str | None:

@@ -23,7 +23,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 switch the filter off. ``max_tokens`` and
     ``seed`` may be ``None`` only before the router (or ``LLM``) has resolved them. ``logprobs`` is the
-    number of alternatives reported beside each sampled token (0: the sampled one alone).
+    number of alternatives reported beside each sampled token (0: the sampled one alone). ``grammar`` is what the output
+    must conform to, as `core.grammar` reads it; empty for none.
     """
 
     max_tokens: int | None = None
@@ -43,6 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
     @property
     def is_greedy(self) -> bool:

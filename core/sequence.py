@@ -11,7 +11,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Mutable state of one request on one worker, changed by the part that owns it and no one else.
 
@@ -105,12 +105,15 @@ class ChunkResult:
     """What a finished step yielded for one chunk.
 
     ``token_id`` is ``None`` if the chunk samples nothing. ``prompt_logprobs[i]`` belongs to position
-    ``chunk.start + i + 1`` and is filled only for requests that asked for it.
+    ``chunk.start + i + 1`` and is filled only for requests that asked for it. ``is_complete`` says that the grammar of
+    the request lets nothing follow the token, ``failure`` why there is none and the request can't go on.
     """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    is_complete: bool = False
+    failure: str = ""
 
 
 def take_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
@@ -133,4 +136,5 @@ def settle(chunk: Chunk, result: ChunkResult) -> FinishReason | None:
     if result.token_id is None:
         return None
     sequence.num_pending -= 1
-    return sequence.append(result.token_id)
+    finish = sequence.append(result.token_id)
+    return FinishReason.STOP if result.is_complete else finish

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from ..core.block_tables import BlockTables
-from ..core.messages import Abort, Peer, Push, TokenDelta, WorkerCard
-from ..core.part import Delivery, Handover, Outbox, StepBudget
-from ..core.request import RequestId
+from ..core.messages import Abort, Peer, Push, RequestFailed, TokenDelta, WorkerCard
+from ..core.part import Delivery, Handover, MayRun, Outbox, StepBudget
+from ..core.request import RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, settle
 from .arrivals import Arrivals
 from .scheduler import DecodeScheduler
@@ -36,10 +36,11 @@ class DecodePart:
         group_bytes: tuple[int, ...],
         land: Callable[[Push, memoryview], None],
         lease_seconds: float,
+        may_run: MayRun = lambda sequence: True,
     ) -> None:
         self._tables = tables
         self._outbox = outbox
-        self._scheduler = DecodeScheduler(tables)
+        self._scheduler = DecodeScheduler(tables, may_run)
         self._requests: dict[RequestId, Handover] = {}
         self._arrivals = Arrivals(
             card, tables, outbox, group_bytes, lease_seconds, lambda: self.num_held_back, self.adopt, land
@@ -104,6 +105,9 @@ class DecodePart:
             handover = self._requests.get(request_id)
             if handover is None or handover.sequence is not chunk.sequence:
                 continue  # it ended while this chunk was on the device
+            if result.failure:
+                self._fail(handover, result.failure)
+                continue
             finish = settle(chunk, result)
             self._tables.publish(chunk.sequence)
             if result.token_id is not None:
@@ -112,6 +116,16 @@ class DecodePart:
                 self._outbox.emit(handover.router, delta)
             if finish is not None:
                 self._end(request_id)
+
+    def _fail(self, handover: Handover, reason: str) -> None:
+        """End a request that can't go on; nobody tries it again."""
+        request_id = handover.sequence.request.request_id
+        transfer_id = TransferId(request_id)  # the router knows it by its request id; the transfer is over
+        self._outbox.send(
+            handover.router,
+            RequestFailed(request_id=request_id, transfer_id=transfer_id, reason=reason, is_retryable=False),
+        )
+        self._end(request_id)
 
     def sweep(self, now: float) -> None:
         self._arrivals.sweep(now)

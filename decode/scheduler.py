@@ -2,12 +2,12 @@
 
 from ..core.block_pool import OutOfBlocks
 from ..core.block_tables import BlockTables
-from ..core.part import StepBudget
+from ..core.part import MayRun, StepBudget
 from ..core.sequence import Chunk, Sequence, take_chunk
 
 
 class DecodeScheduler:
-    """Continuous batching: every running request takes part in every step, oldest first.
+    """Continuous batching: every running request that may takes part in every step, oldest first.
 
     A request holds blocks and runs, or was preempted and holds none. When one can't get its next block the
     youngest with blocks gives way: once its step has ended it loses them, and later computes prompt and output
@@ -15,8 +15,9 @@ class DecodeScheduler:
     none is longer than the pool; so every request ends.
     """
 
-    def __init__(self, tables: BlockTables) -> None:
+    def __init__(self, tables: BlockTables, may_run: MayRun = lambda sequence: True) -> None:
         self._tables = tables
+        self._may_run = may_run
         self._requests: list[Sequence] = []
         self._giving_way: Sequence | None = None
         self.num_preemptions = 0
@@ -64,7 +65,7 @@ class DecodeScheduler:
             num_behind -= bool(sequence.blocks)
             if budget.num_tokens <= 0 or budget.num_sequences <= 0:
                 break
-            if sequence.is_at_limit or sequence is self._giving_way:
+            if sequence.is_at_limit or sequence is self._giving_way or not self._may_run(sequence):
                 continue
             if not sequence.blocks:
                 may_return = may_return and self._readmit(sequence)

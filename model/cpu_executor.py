@@ -17,6 +17,7 @@ from ..core.kv_layout import KvLayout
 from ..core.sequence import Chunk, ChunkResult
 from .batch import Batch, build_batch
 from .executor import Launched, known_ids, next_prompt_ids, sampling_row, scores_prompt, wanted_rows
+from .grammar import ConstrainedStep, Grammars
 from .kv_tensors import KvTensors
 from .sampler import SamplingRow, prompt_logprobs, sample
 from .transformer import Transformer
@@ -51,13 +52,16 @@ class CpuExecutor:
         num_layer_groups: int,
         num_threads: int | None = None,
         wake: Callable[[], None] = lambda: None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Without ``grammars`` no request may have one."""
         self._transformer = transformer
         self._kv = kv
         self._layout = layout
         self.num_layer_groups = len(layout.layer_groups(num_layer_groups))
         self._group_after_layer = {g.end - 1: i + 1 for i, g in enumerate(layout.layer_groups(num_layer_groups))}
         self._wake = wake
+        self._grammars = grammars
         num_threads = num_threads or torch.get_num_threads()
         self._device = ThreadPoolExecutor(1, "device", initializer=partial(torch.set_num_threads, num_threads))
 
@@ -68,7 +72,8 @@ class CpuExecutor:
         launched.row_of = {id(chunk.sequence): row for row, chunk in enumerate(sampling)}
         rows = [sampling_row(chunk) for chunk in sampling]
         token_ids = [known_ids(chunk) for chunk in chunks]
-        launched.future = self._device.submit(self._run, launched, token_ids, rows, previous)
+        constrained = self._grammars.begin(sampling) if self._grammars else None
+        launched.future = self._device.submit(self._run, launched, token_ids, rows, constrained, previous)
         launched.future.add_done_callback(lambda _: self._wake())
         return launched
 
@@ -77,7 +82,12 @@ class CpuExecutor:
 
     @torch.inference_mode()
     def _run(
-        self, launched: CpuLaunched, token_ids: list[list[int]], rows: list[SamplingRow], previous: CpuLaunched | None
+        self,
+        launched: CpuLaunched,
+        token_ids: list[list[int]],
+        rows: list[SamplingRow],
+        constrained: ConstrainedStep | None,
+        previous: CpuLaunched | None,
     ) -> list[ChunkResult]:
         chunks = launched.chunks
         ends = accumulate(chunk.num_tokens for chunk in chunks)
@@ -94,14 +104,15 @@ class CpuExecutor:
         results = [ChunkResult(None)] * len(chunks)
         if sampling:
             logits = self._transformer.logits(normed[[wanted.of_chunk[i][-1] for i in sampling]])
-            drawn = sample(logits, rows, torch.stack([pending[i] for i in sampling]))
+            masks = constrained.masks() if constrained else None
+            drawn = sample(logits, rows, torch.stack([pending[i] for i in sampling]), masks)
             launched.sampled = drawn.token_ids
             for i, token_id, logprobs in zip(sampling, drawn.token_ids.tolist(), drawn.logprobs, strict=True):
                 results[i] = ChunkResult(token_id, logprobs)
         for i, chunk in enumerate(chunks):
             if scores_prompt(chunk):
                 results[i] = self._with_prompt_logprobs(results[i], chunk, normed[wanted.of_chunk[i]])
-        return results
+        return constrained.settled(chunks, results) if constrained else results
 
     def _clear_opened(self, chunks: Seq[Chunk]) -> None:
         """Zero the blocks that this step begins but does not fill.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ..core.sequence import Chunk, ChunkResult
 from .cuda_runner import CudaRunner, RunningStep
 from .executor import Launched
+from .grammar import ConstrainedStep, Grammars
 from .step_packing import StepPacker
 
 
@@ -21,6 +22,7 @@ class CudaLaunched:
 
     chunks: Seq[Chunk]
     running: RunningStep
+    constrained: ConstrainedStep | None
     num_groups_done: int = 0
     future: Future[list[ChunkResult]] = field(default_factory=Future)
 
@@ -41,17 +43,21 @@ class CudaExecutor:
         packer: StepPacker,
         num_layer_groups: int,
         wake: Callable[[], None] = lambda: None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Without ``grammars`` no request may have one."""
         self.num_layer_groups = num_layer_groups
         self._runner = runner
         self._packer = packer
         self._wake = wake
+        self._grammars = grammars
         self._waiting = ThreadPoolExecutor(1, "device")
 
     def launch(self, chunks: Seq[Chunk], previous: Launched | None) -> CudaLaunched:
         assert previous is None or isinstance(previous, CudaLaunched), "steps of one executor follow each other"
         packed = self._packer.pack(chunks, previous.running.packed if previous is not None else None)
-        launched = CudaLaunched(chunks, self._runner.run(packed))
+        constrained = self._grammars.begin(packed.sampled) if self._grammars else None
+        launched = CudaLaunched(chunks, self._runner.run(packed, constrained), constrained)
         launched.future = self._waiting.submit(self._wait, launched)
         launched.future.add_done_callback(lambda _: self._wake())
         return launched
@@ -66,4 +72,5 @@ class CudaExecutor:
             self._wake()
         launched.running.end.synchronize()
         launched.num_groups_done = self.num_layer_groups
-        return launched.running.results(launched.chunks)
+        results = launched.running.results(launched.chunks)
+        return launched.constrained.settled(launched.chunks, results) if launched.constrained else results

@@ -16,6 +16,7 @@ from .cuda_graphs import StepGraphs
 from .cuda_layers import CudaNormedLinear
 from .cuda_sampler import CudaSampler, HostLogprobs
 from .device_stream import DeviceStream, Mark
+from .grammar import ConstrainedStep
 from .kv_tensors import KvTensors
 from .step_inputs import StepInputs
 from .step_packing import PackedStep
@@ -89,17 +90,20 @@ class CudaRunner:
         self._logits = torch.zeros(shape, dtype=transformer.embedding.dtype, device=stream.device)
         self._graphs = StepGraphs(stream, shapes.graphed(), self._launch)
 
-    def run(self, packed: PackedStep) -> RunningStep:
-        """Queue a step behind the one before, whose drawn ids it may take."""
+    def run(self, packed: PackedStep, constrained: ConstrainedStep | None = None) -> RunningStep:
+        """Queue a step behind the one before, whose drawn ids it may take.
+
+        The masks of grammars are computed when the model has been queued, while the device is at work.
+        """
         with torch.inference_mode(), self._stream.launching():
             self._sampler.seat(packed.newcomers)
             if packed.scored or packed.shape not in self._graphs:
-                return self._run_eagerly(packed)
+                return self._run_eagerly(packed, constrained)
             self._inputs.refill(packed)
             self._graphs.replay(packed.shape)
             logits, logprobs = self._logits[: packed.shape.num_sequences], None
             if not self._sampler.is_plain(packed):
-                logprobs = self._sampler.sample(packed, logits)
+                logprobs = self._sampler.sample(packed, logits, constrained)
             return self._ended(packed, (), logprobs, ())
 
     @torch.inference_mode()
@@ -109,7 +113,7 @@ class CudaRunner:
         self._head.into(self._transformer.forward(self._inputs.begin(shape), self._kv), logits)
         self._inputs.sampled[: len(logits)].copy_(argmax(logits))
 
-    def _run_eagerly(self, packed: PackedStep) -> RunningStep:
+    def _run_eagerly(self, packed: PackedStep, constrained: ConstrainedStep | None) -> RunningStep:
         marks: list[Mark] = []
 
         def layer_is_launched(layer: int) -> None:
@@ -122,7 +126,7 @@ class CudaRunner:
         if self._sampler.is_plain(packed):
             self._inputs.sampled[: len(logits)].copy_(argmax(logits))
         else:
-            logprobs = self._sampler.sample(packed, logits)
+            logprobs = self._sampler.sample(packed, logits, constrained)
         return self._ended(packed, tuple(marks), logprobs, self._scores(packed, hidden[len(logits) :]))
 
     def _scores(self, packed: PackedStep, hidden: Tensor) -> tuple[list[HostLogprobs], ...]:

@@ -20,6 +20,8 @@ from ..kernels.reference import IN_PROMPT, Penalties, SamplingTensors
 from ..kernels.sampling import sample, top_logprobs
 from .device_stream import DeviceStream
 from .executor import next_prompt_ids, sampling_row
+from .grammar import ConstrainedStep
+from .sampler import TokenMasks
 from .seats import Seat
 from .step_packing import PackedStep
 
@@ -58,7 +60,7 @@ class Wishes:
 
     def note(self, seat: int, params: SamplingParams) -> None:
         is_greedy = params.is_greedy or params.top_k == 1
-        is_adjusted = params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
+        is_adjusted = params.has_penalties or params.min_tokens > 0 or bool(params.logit_bias or params.grammar)
         self.is_plain[seat] = is_greedy and not is_adjusted and params.logprobs is None
         self.top_p[seat] = params.top_p
         self.seed[seat] = np.uint64((params.seed or 0) & ((1 << 64) - 1)).astype(np.int64)
@@ -99,11 +101,13 @@ class CudaSampler:
         """Whether the step wants nothing but the likeliest tokens."""
         return bool(self._wishes.is_plain[packed.sampled_seats].all()) and not packed.scored
 
-    def sample(self, packed: PackedStep, logits: Tensor) -> HostLogprobs | None:
+    def sample(
+        self, packed: PackedStep, logits: Tensor, constrained: ConstrainedStep | None = None
+    ) -> HostLogprobs | None:
         """Draw a token for each row of ``logits [num_sampled, vocab]``; the log-probabilities if any row wants them."""
         seats = packed.sampled_seats
         wants_logprobs = any(c is not None and c.sequence.request.params.logprobs is not None for c in packed.sampled)
-        adjusted = self._adjust(packed, logits)
+        adjusted = self._adjust(packed, logits, self._masks(constrained))
         drawn = sample(adjusted, self._tensors(packed))
         self._sampled[: len(drawn)].copy_(drawn)
         if (self._places[seats] >= 0).any():
@@ -133,8 +137,14 @@ class CudaSampler:
             any_top_p=bool((wishes.top_p[seats] < 1).any()),
         )
 
-    def _adjust(self, packed: PackedStep, logits: Tensor) -> Tensor:
-        """Bias, penalties and barred tokens, in this order; ``logits`` itself where there are none, else a copy."""
+    def _masks(self, constrained: ConstrainedStep | None) -> TokenMasks | None:
+        if constrained is None:
+            return None
+        masks = constrained.masks()
+        return TokenMasks(masks.rows, self._to_device(masks.bits.numpy()).view(masks.bits.shape))
+
+    def _adjust(self, packed: PackedStep, logits: Tensor, masks: TokenMasks | None) -> Tensor:
+        """Bias, penalties, barred tokens, grammars, in this order; ``logits`` where there are none, else a copy."""
         seats, wishes = packed.sampled_seats, self._wishes
         sampled = [(row, chunk) for row, chunk in enumerate(packed.sampled) if chunk is not None]
         biases = [
@@ -145,7 +155,7 @@ class CudaSampler:
         barred = [(row, token_id, -inf) for row, c in sampled for token_id in set(sampling_row(c).barred_ids)]
         places = self._places[seats]
         is_penalised = bool((places >= 0).any())
-        if not (biases or barred or is_penalised):
+        if not (biases or barred or is_penalised or masks):
             return logits
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
         self._add(logits, biases)
@@ -153,6 +163,8 @@ class CudaSampler:
             columns = (places, wishes.repetition[seats], wishes.presence[seats], wishes.frequency[seats])
             penalise(logits, Penalties(self._all_counts(), *(self._to_device(column) for column in columns)))
         self._add(logits, barred)
+        if masks:
+            masks.apply(logits)
         return logits
 
     def _add(self, logits: Tensor, entries: Sequence[tuple[int, int, float]]) -> None:

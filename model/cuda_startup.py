@@ -91,7 +91,8 @@ def build_executor(
         inputs = StepInputs(stream, shapes, num_seats, max_blocks)
         sampler = CudaSampler(stream, num_seats, plan.spec.vocab_size, inputs.sampled)
         runner = CudaRunner(stream, transformer, kv, inputs, sampler, groups, shapes)
-    return CudaExecutor(runner, StepPacker(shapes, num_seats, layout.block_size), len(groups), plan.wake)
+    packer = StepPacker(shapes, num_seats, layout.block_size)
+    return CudaExecutor(runner, packer, len(groups), plan.wake, plan.grammars)
 
 
 def _num_blocks(plan: EnginePlan, transformer: Transformer[DeviceBatch], stream: CudaStream) -> int:

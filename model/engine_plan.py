@@ -8,6 +8,7 @@ import torch
 from ..core.config import EngineConfig
 from ..core.kv_layout import KvLayout
 from .executor import Executor
+from .grammar import Grammars
 from .loading import Weights
 from .spec import DecoderSpec
 
@@ -17,7 +18,7 @@ MIN_BLOCKS = 2
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """``wake`` is called, from another thread, whenever a layer group or a step is done; ``on_progress(done, total)``
-    follows the layers while they load.
+    follows the layers while they load; ``grammars`` are those that requests may have, if any.
     """
 
     spec: DecoderSpec
@@ -26,6 +27,7 @@ class EnginePlan:
     config: EngineConfig
     wake: Callable[[], None] = lambda: None
     on_progress: Callable[[int, int], None] | None = None
+    grammars: Grammars | None = None
 
     @property
     def layout(self) -> KvLayout:

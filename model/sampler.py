@@ -38,8 +38,9 @@ class SamplingRow:
 
     @property
     def barred_ids(self) -> tuple[int, ...]:
-        """No stop token may come before ``min_tokens`` others."""
-        return self.params.stop_token_ids if self.output_index < self.params.min_tokens else ()
+        """No stop token may come before ``min_tokens`` others; a grammar's own mask says so itself."""
+        is_early = self.output_index < self.params.min_tokens and not self.params.grammar
+        return self.params.stop_token_ids if is_early else ()
 
     @property
     def output_before_last(self) -> Sequence[int]:
@@ -53,6 +54,23 @@ class SamplingRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """What some rows of a step may sample: row ``rows[i]`` the tokens whose bits are set in ``bits[i]``.
+
+    ``bits  [n, ceil(vocab / 32)]`` int32, the lowest bit first.
+    """
+
+    rows: list[int]
+    bits: Tensor
+
+    def apply(self, logits: Tensor) -> None:
+        """Bar all other tokens of these rows of ``logits [num_rows, vocab]``, in place."""
+        bit = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=logits.device)
+        is_barred = (self.bits.view(torch.uint8)[..., None] & bit).flatten(1)[:, : logits.shape[-1]] == 0
+        logits[self.rows] = logits[self.rows].masked_fill(is_barred, -inf)
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """``token_ids [n]`` int64, on the logits' device; ``logprobs`` one a row, ``None`` where not asked for."""
 
@@ -60,14 +78,16 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], pending: Tensor | None = None) -> Sampled:
+def sample(
+    logits: Tensor, rows: Sequence[SamplingRow], pending: Tensor | None = None, masks: TokenMasks | None = None
+) -> Sampled:
     """Draw a token for every row.
 
     ``logits  [n, vocab]`` float32, left as they are; -inf bars a token. ``pending  [n]`` int64 holds last output
-    tokens that are only on the device yet, -1 for none.
+    tokens that are only on the device yet, -1 for none. ``masks`` are those of grammars.
     """
     assert logits.shape[0] == len(rows), "one row of logits for each sequence"
-    adjusted = adjust(logits, rows, pending)
+    adjusted = adjust(logits, rows, pending, masks)
     token_ids = adjusted.argmax(-1)
     drawing = [i for i, row in enumerate(rows) if not row.is_greedy]
     if drawing:
@@ -107,12 +127,14 @@ def _logprobs(logits: Tensor, token_ids: Tensor, num_top: Iterable[int]) -> list
 # --- what the client asks for on top ---------------------------------------------------------
 
 
-def adjust(logits: Tensor, rows: Sequence[SamplingRow], pending: Tensor | None) -> Tensor:
-    """Bias, penalties and barred tokens, in this order; ``logits`` itself where there are none, else a copy."""
+def adjust(
+    logits: Tensor, rows: Sequence[SamplingRow], pending: Tensor | None, masks: TokenMasks | None = None
+) -> Tensor:
+    """Bias, penalties, barred tokens, grammars, in this order; ``logits`` itself where there are none, else a copy."""
     biases = [(i, token_id, bias) for i, row in enumerate(rows) for token_id, bias in row.params.logit_bias.items()]
     penalised = [i for i, row in enumerate(rows) if row.params.has_penalties]
     barred = [(i, token_id) for i, row in enumerate(rows) for token_id in row.barred_ids]
-    if not (biases or penalised or barred):
+    if not (biases or penalised or barred or masks):
         return logits
     logits = logits.clone()
     if biases:
@@ -124,6 +146,8 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow], pending: Tensor | None) 
     if barred:
         of_row, token_ids = zip(*barred, strict=True)
         logits[of_row, token_ids] = -inf
+    if masks:
+        masks.apply(logits)
     return logits
 
 

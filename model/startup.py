@@ -11,12 +11,14 @@ from ..core.block_hash import BlockHasher, model_root
 from ..core.block_pool import BlockPool
 from ..core.block_tables import BlockTables
 from ..core.config import CPU_KV_BYTES, EngineConfig
+from ..core.grammar import Vocabulary
 from ..core.kv_layout import KvLayout
 from ..core.prefix_cache import PrefixCache
 from .cpu_executor import CpuExecutor
 from .engine_plan import BuiltEngine, EnginePlan
 from .executor import Executor
 from .families import decoder_spec
+from .grammar import Grammars
 from .kv_tensors import KvTensors
 from .loading import RandomWeights, build_transformer
 from .spec import DecoderSpec
@@ -36,6 +38,12 @@ class LoadedModel:
     tables: BlockTables
     executor: Executor
     max_model_len: int
+    grammars: Grammars
+
+
+def no_vocabulary() -> Vocabulary:
+    """For an engine that knows no text; raises ``ValueError``."""
+    raise ValueError("this engine was started without one")
 
 
 def load_model(
@@ -46,19 +54,22 @@ def load_model(
     allocate: Callable[[int], memoryview] | None = None,
     wake: Callable[[], None] = lambda: None,
     on_progress: Callable[[int, int], None] | None = None,
+    load_vocabulary: Callable[[], Vocabulary] = no_vocabulary,
 ) -> LoadedModel:
     """Load a checkpoint (a folder or a GGUF file) and build its pool.
 
     ``allocate(num_bytes)`` provides the pool's memory where another process must reach it: the host's, so the model
-    runs on the CPU. ``on_progress(done, total)`` follows the layers. Raises ``ValueError`` for a model or configuration
-    that can't work, with the numbers.
+    runs on the CPU. ``on_progress(done, total)`` follows the layers. ``load_vocabulary()`` is for the first request
+    with a grammar, and called from another thread. Raises ``ValueError`` for a model or configuration that can't work,
+    with the numbers.
     """
     device = choose_device(config.device if allocate is None else "cpu")
     checkpoint = None if is_dummy(config) else open_checkpoint(path, device)
     spec = decoder_spec(checkpoint.config if checkpoint else read_config(path))
     dtype = choose_dtype(config.dtype, spec.dtype, device)
     weights = checkpoint or RandomWeights(spec, DUMMY_SEED, dtype, device)
-    plan = EnginePlan(spec, weights, dtype, config, wake, on_progress)
+    grammars = Grammars(load_vocabulary, spec.vocab_size, wake)
+    plan = EnginePlan(spec, weights, dtype, config, wake, on_progress, grammars)
     built = _build_on_cpu(plan, allocate) if device.type == "cpu" else _build_on_gpu(plan, device)
     if checkpoint is not None:
         checkpoint.close()
@@ -67,7 +78,7 @@ def load_model(
     tables = BlockTables(pool, PrefixCache(pool, config.prefix_cache), hasher, config.block_size)
     gc.collect()
     gc.freeze()  # what is loaded stays; a full collection that looks at it takes as long as a step
-    return LoadedModel(spec, plan.layout, tables, built.executor, plan.longest_request(built.num_blocks))
+    return LoadedModel(spec, plan.layout, tables, built.executor, plan.longest_request(built.num_blocks), grammars)
 
 
 def is_dummy(config: EngineConfig) -> bool:
@@ -108,7 +119,8 @@ def _build_on_cpu(plan: EnginePlan, allocate: Callable[[int], memoryview] | None
     plan.longest_request(num_blocks)  # refuses before anything slow
     transformer = build_transformer(plan.spec, plan.weights, plan.dtype, plan.on_progress)
     kv = KvTensors(layout, num_blocks, allocate(num_blocks * layout.block_bytes) if allocate else None)
-    executor = CpuExecutor(transformer, kv, layout, config.num_layer_groups, config.num_threads, plan.wake)
+    num_groups, wake = config.num_layer_groups, plan.wake
+    executor = CpuExecutor(transformer, kv, layout, num_groups, config.num_threads, wake, plan.grammars)
     return BuiltEngine(executor, num_blocks)
 
 

@@ -31,7 +31,7 @@ from ..core.messages import (
     TokenDelta,
     WorkerCard,
 )
-from ..core.part import Delivery, Handover, Outbox, StepBudget, TransferFailed, refuse_unfit
+from ..core.part import Delivery, Handover, MayRun, Outbox, StepBudget, TransferFailed, refuse_unfit
 from ..core.request import RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, FinishReason, Sequence, settle
 from ..kvtransfer.sender import Failed, Sender, SenderActions, answer_unknown
@@ -60,7 +60,7 @@ class PrefillPart:
     """See the module's docstring for the life of a request.
 
     ``hand_over`` takes a computed sequence to the decode part of this worker; ``held_back`` is the number of blocks
-    that part wants left free.
+    that part wants left free. A request that ``may_run`` holds up is queued once it no longer does.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class PrefillPart:
         hand_over: Callable[[Handover], None],
         held_back: Callable[[], int],
         lease_seconds: float,
+        may_run: MayRun = lambda sequence: True,
     ) -> None:
         self._me = me
         self._card = card
@@ -79,8 +80,10 @@ class PrefillPart:
         self._outbox = outbox
         self._hand_over = hand_over
         self._lease_seconds = lease_seconds
+        self._may_run = may_run
         self._groups = card.layout.layer_groups(card.num_layer_groups)
         self._scheduler = PromptScheduler(tables, held_back)
+        self._uncompiled: list[Job] = []
         self._jobs: dict[RequestId, Job] = {}
         self._by_transfer: dict[TransferId, Job] = {}
         self.num_cached_tokens = 0
@@ -101,7 +104,7 @@ class PrefillPart:
 
     @property
     def num_waiting(self) -> int:
-        return self._scheduler.num_waiting
+        return self._scheduler.num_waiting + len(self._uncompiled)
 
     @property
     def num_computing(self) -> int:
@@ -148,7 +151,10 @@ class PrefillPart:
         job = Job(task, router, Sequence.of(task.request))
         self._jobs[request_id] = job
         self._by_transfer[task.transfer_id] = job
-        self._scheduler.add(job.sequence)
+        if self._may_run(job.sequence):
+            self._scheduler.add(job.sequence)
+        else:
+            self._uncompiled.append(job)
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -195,6 +201,10 @@ class PrefillPart:
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
         for chunk, result in done:
             if job := self._job_of(chunk):
+                if result.failure:
+                    self._report(job.router, job.task, result.failure, is_retryable=False)
+                    self._drop(job, result.failure)
+                    continue
                 finish = settle(chunk, result)
                 self._tables.publish(job.sequence)
                 if result.prompt_logprobs:
@@ -266,6 +276,9 @@ class PrefillPart:
     # --- the end -------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
+        for job in [job for job in self._uncompiled if self._may_run(job.sequence)]:
+            self._uncompiled.remove(job)
+            self._scheduler.add(job.sequence)
         for job in list(self._jobs.values()):
             if job.sender is not None:
                 self._act(job, job.sender.tick(now))
@@ -291,3 +304,5 @@ class PrefillPart:
         del self._jobs[job.request_id]
         del self._by_transfer[job.task.transfer_id]
         self._scheduler.remove(job.sequence)
+        if job in self._uncompiled:
+            self._uncompiled.remove(job)

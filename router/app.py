@@ -5,6 +5,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
@@ -16,8 +17,10 @@ from starlette.types import Receive, Scope, Send
 from ..core.config import RouterConfig
 from ..core.request import Request, RequestId
 from .access.access import Access
+from .access.admission import Admission
+from .access.body import BodyLimits
 from .access.caller import Caller
-from .access.door import stand_before
+from .access.request_id import RequestIds
 from .access.visit import Visit
 from .completion_routes import EVENTS, completion_routes
 from .dispatcher import Dispatcher
@@ -42,6 +45,9 @@ from .tracing import RequestTrace
 LONG_BODY_BYTES = 8 << 10
 """Longer requests are tokenised in a thread; for shorter ones the switch would cost more."""
 
+MAX_COMPILING = 8
+"""Requests that may wait for their grammars at a time; they have threads of their own."""
+
 CLIENT_GONE_STATUS = 499
 """Nobody sees it."""
 
@@ -58,8 +64,8 @@ class Router:
         self.text = text
         self.dispatcher = dispatcher
         self.metrics = metrics
+        self.access = Access(config.door)
         self.model_name = config.served_model_name or config.model
-        self.access = Access(config.door, self.model_name)
         self.started_at = int(time.time())
         self.is_draining = False
         self.responses = ResponseStore(
@@ -67,6 +73,7 @@ class Router:
         )
         self._streams: set[Stream] = set()
         self._is_quiet = asyncio.Event()
+        self._compiling = ThreadPoolExecutor(MAX_COMPILING, "prepare")
 
     @property
     def is_ready(self) -> bool:
@@ -133,10 +140,12 @@ class Router:
             return False
         return True
 
-    async def answer(self, http: HttpRequest, prepare: Prepare, more_bytes: int = 0) -> Response:
+    async def answer(
+        self, http: HttpRequest, prepare: Prepare, more_bytes: int = 0, compiles: bool = False
+    ) -> Response:
         """Serve one completion from its validated body to its last byte.
 
-        ``more_bytes`` is what `prepare` reads beside the body.
+        ``more_bytes`` is what `prepare` reads beside the body; it ``compiles`` if there is a grammar.
         """
         arrived_at = time.monotonic()
         visit: Visit = http.state.visit
@@ -144,7 +153,7 @@ class Router:
         with ExitStack() as cleanup:
             stream = self.open_stream()
             cleanup.callback(self.close_stream, stream)
-            prepared = await self._prepared(http, prepare, more_bytes)
+            prepared = await self._prepared(http, prepare, more_bytes, compiles)
             self._check_room_for(len(prepared.choices))
             visit.reserve(prepared.num_prompt_tokens, prepared.most_tokens)
             stream.watch(http.receive)
@@ -161,8 +170,11 @@ class Router:
             except ClientGone:
                 return Response(status_code=CLIENT_GONE_STATUS)
 
-    async def _prepared(self, http: HttpRequest, prepare: Prepare, more_bytes: int) -> PreparedRequest:
+    async def _prepared(self, http: HttpRequest, prepare: Prepare, more_bytes: int, compiles: bool) -> PreparedRequest:
         limits = self.limits()
+        if compiles:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._compiling, prepare, self.text, limits, _draw_seed)
         if int(http.headers.get("content-length", LONG_BODY_BYTES)) + more_bytes < LONG_BODY_BYTES:
             return prepare(self.text, limits, _draw_seed)
         return await asyncio.to_thread(prepare, self.text, limits, _draw_seed)
@@ -234,8 +246,11 @@ ROUTES = (
 
 def create_app(router: Router, telemetry: Telemetry = SILENT) -> FastAPI:
     app = DescribedApp((*EVENTS, *RESPONSE_EVENTS), exception_handlers=exception_handlers)
-    stand_before(app, router.access, router.config.door)
-    telemetry.install(app)  # outside of the door, so that refusals are told of too
+    door = router.config.door
+    app.add_middleware(BodyLimits, max_bytes=door.max_body_bytes, max_nesting=door.max_nesting)
+    app.add_middleware(Admission, access=router.access)
+    app.add_middleware(RequestIds)
+    telemetry.install(app)  # the last one is the outermost
     for routes in ROUTES:
         app.include_router(routes(router))
     return app

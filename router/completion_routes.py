@@ -30,7 +30,7 @@ def completion_routes(router: "Router") -> APIRouter:
     )
     async def chat_completions(body: ChatCompletionRequest, http: HttpRequest) -> Response:
         """Answer a conversation, whole or, with `stream`, as server-sent events that end with `[DONE]`."""
-        return await router.answer(http, partial(prepare_chat, body))
+        return await router.answer(http, partial(prepare_chat, body), compiles=body.has_grammar)
 
     @routes.post(
         "/v1/completions",
@@ -41,6 +41,6 @@ def completion_routes(router: "Router") -> APIRouter:
     )
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """Go on with a text or with token ids, whole or streamed."""
-        return await router.answer(http, partial(prepare_completion, body))
+        return await router.answer(http, partial(prepare_completion, body), compiles=body.has_grammar)
 
     return routes

@@ -29,6 +29,7 @@ class BatchFields(CompletionFields):
     max_tokens: NonNegative | None = None
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
+    grammar: str = ""
 
 
 def batch_prompt(prompt: str | Sequence[int], text: TextModel, vocab_size: int) -> PreparedPrompt:
@@ -62,6 +63,7 @@ def batch_choices(
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,
             prompt_logprobs=fields.prompt_logprobs,
+            grammar=fields.grammar and text.grammars.admit(fields.grammar, "grammar"),
         )
         fits = [fitted(wanted, prompt, limits.max_model_len, limits, "prompt") for prompt in prompts]
         return [choices_of(fields, prompt, fit, draw_seed) for prompt, fit in zip(prompts, fits, strict=True)]

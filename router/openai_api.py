@@ -25,6 +25,8 @@ MAX_ENTRIES = 1024
 MAX_LEGACY_LOGPROBS = 5
 MAX_TOOLS = 128
 MAX_CACHE_SALT_CHARS = 256
+MAX_TEXT_CHOICES = 4096
+"""Texts of which an output may be one."""
 
 NonNegative = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -36,6 +38,8 @@ ListOf = Annotated[list[Item], Field(fail_fast=True)]
 """Of any length: what is wrong with one item is told without a look at the millions that may follow."""
 TokenIds = ListOf[int]
 Prompt = str | TokenIds | ListOf[str] | ListOf[TokenIds]
+JsonSchema = dict[str, JsonValue] | bool
+TextChoices = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXT_CHOICES)]
 
 Unsupported = dict[str, tuple[JsonValue, ...]]
 """Fields that this server does not do, with the values that ask for nothing."""
@@ -113,11 +117,61 @@ class RequestFields(Body):
         return {name: value for name, value in data.items() if name not in cls.unsupported}
 
 
+class NamedSchema(Body):
+    """``strict`` or not, the output conforms."""
+
+    aliases = frozenset({"schema"})
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    json_schema: JsonSchema = Field(alias="schema")
+    strict: bool | None = None
+
+
+class OutputFormat(Body):
+    """``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise _refusal("json_schema", "'json_schema' belongs to the type 'json_schema', which needs it")
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's ``structured_outputs``; the fields exclude each other."""
+
+    aliases = frozenset({"json"})
+
+    json_schema: JsonSchema | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: TextChoices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class CompletionFields(RequestFields):
     """What both endpoints of completions take."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
+
+    response_format: OutputFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None
+    """This and the following are vLLM's older spelling."""
+    guided_regex: str | None = None
+    guided_choice: TextChoices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether there is something to compile, for which others must not wait."""
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        return any(field is not None for field in (self.response_format, self.structured_outputs, *guided))
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -262,7 +316,6 @@ class ChatCompletionRequest(CompletionFields):
     unsupported: ClassVar[Unsupported] = {
         "functions": (None, []),
         "function_call": (None, "none"),
-        "response_format": (None, {"type": "text"}),
         "modalities": (None, ["text"]),
         "audio": (None,),
         "prediction": (None,),

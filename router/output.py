@@ -180,12 +180,15 @@ class OutputAssembler:
         return self.finish is FinishReason.STOP and self._has_calls and self._choice.syntax.ends_in_calls
 
     def _scan(self, delta: TokenDelta) -> Scanned:
-        """Text of one token and, at the end, of everything held back. A stop token's own text is not shown."""
+        """Text of one token and, at the end, of everything held back. A stop token's own text is not shown.
+
+        That of one which completes a grammar is.
+        """
         token_id = delta.token_id
         text = ""
         if token_id is not None:
             self.num_output += 1
-            if delta.finish is not FinishReason.STOP:
+            if delta.finish is not FinishReason.STOP or token_id not in self._choice.params.stop_token_ids:
                 text = self._detokenizer.feed(token_id)
         if delta.finish is not None:
             text += self._detokenizer.flush()

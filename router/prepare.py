@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ..core.request import SamplingParams
+from .grammar import wanted_grammar
 from .openai_api import ChatCompletionRequest, CompletionFields, CompletionRequest
 from .openai_errors import ApiError
 from .output import PLAIN, Choice, OutputSyntax, PreparedPrompt
@@ -80,6 +81,7 @@ def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, d
     prompt = chat_prompt(body, text)
     params = replace(
         sampling_params(body, text, limits.vocab_size),
+        grammar=_grammar(body, text),
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
@@ -95,6 +97,7 @@ def prepare_completion(
     _check_model(body, limits)
     params = replace(
         sampling_params(body, text, limits.vocab_size),
+        grammar=_grammar(body, text),
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -106,6 +109,12 @@ def prepare_completion(
         fit = fitted(params, prompt, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
         choices += choices_of(body, prompt, fit, draw_seed, first=len(choices), echo=bool(body.echo))
     return _prepared(body, choices, limits, CompletionFormat)
+
+
+def _grammar(body: CompletionFields, text: TextModel) -> str:
+    """The grammar that the body asks for, compiled once to see that it does; empty for none."""
+    wanted = wanted_grammar(body)
+    return text.grammars.admit(wanted.grammar, wanted.field) if wanted else ""
 
 
 def _check_model(body: CompletionFields, limits: Limits) -> None:

@@ -6,15 +6,18 @@ No transformers here, which would bring torch into the router: ``tokenizers`` an
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
 from ..core.config import ChatConfig
+from ..core.grammar import Vocabulary
 from .chat_syntax import ChatSyntax, chat_syntax
 from .chat_template import ChatMessage, ChatTemplate, TemplateRefused, ToolOffer
 from .detokenizer import Detokenizer, TokenBytes, UnsupportedTokenizer
 from .gguf_tokenizer import read_gguf
+from .grammar import GrammarDoor
 from .tokenizer import GenerationDefaults, TokenizerParts, read_folder
 
 DEFAULT_CHAT = ChatConfig()
@@ -30,7 +33,10 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """``eos_ids`` end a generation unless the client says otherwise; they are never shown."""
+    """``eos_ids`` end a generation unless the client says otherwise; they are never shown.
+
+    ``vocabulary`` is what grammars are written over, ``grammars`` the door that they pass.
+    """
 
     tokenizer: Tokenizer
     token_bytes: TokenBytes
@@ -38,6 +44,8 @@ class TextModel:
     eos_ids: frozenset[int]
     defaults: GenerationDefaults
     syntax: ChatSyntax
+    vocabulary: Vocabulary
+    grammars: GrammarDoor
 
     @classmethod
     def of(
@@ -48,7 +56,9 @@ class TextModel:
         template = ChatTemplate(source, parts.special_tokens, now) if source else None
         syntax = chat_syntax(chat, template, parts.tokenizer.get_vocab(with_added_tokens=True))
         token_bytes = TokenBytes.of(parts.tokenizer)
-        return cls(parts.tokenizer, token_bytes, template, parts.eos_ids, parts.defaults, syntax)
+        vocabulary = _vocabulary(parts, token_bytes)
+        grammars = GrammarDoor(vocabulary)
+        return cls(parts.tokenizer, token_bytes, template, parts.eos_ids, parts.defaults, syntax, vocabulary, grammars)
 
     def encode(self, text: str) -> Encoded:
         """With the special tokens that the tokenizer puts around a text. The text has no lone surrogates."""
@@ -94,6 +104,11 @@ class TextModel:
             return piece.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _vocabulary(parts: TokenizerParts, tokens: TokenBytes) -> Vocabulary:
+    plain = partial(parts.tokenizer.encode, add_special_tokens=False)
+    return Vocabulary(tokens.pieces, tokens.special_ids, parts.eos_ids, lambda text: plain(text).ids)
 
 
 def load_text(source: Path, chat: ChatConfig = DEFAULT_CHAT) -> TextModel:

@@ -155,8 +155,8 @@ def test_an_envelope_says_who_sends_and_who_is_meant() -> None:
 
 
 def test_another_protocol_version_is_named() -> None:
-    with pytest.raises(MalformedMessage, match="protocol version 2, this process speaks 1"):
-        decode_envelope(encode(m.Envelope(PEER, protocol=2)))
+    with pytest.raises(MalformedMessage, match="protocol version 3, this process speaks 2"):
+        decode_envelope(encode(m.Envelope(PEER, protocol=3)))
 
 
 def test_messages_do_not_change_and_do_not_share_their_defaults() -> None:

@@ -21,9 +21,10 @@ from crossdock.model.cuda_startup import build_executor, build_network  # noqa: 
 from crossdock.model.device_stream import CudaStream, DeviceStream, Mark  # noqa: E402
 from crossdock.model.engine_plan import EnginePlan  # noqa: E402
 from crossdock.model.executor import Executor  # noqa: E402
+from crossdock.model.grammar import Grammars  # noqa: E402
 from crossdock.model.kv_tensors import KvTensors  # noqa: E402
 from crossdock.model.loading import build_transformer  # noqa: E402
-from crossdock.model.startup import LoadedModel  # noqa: E402
+from crossdock.model.startup import LoadedModel, no_vocabulary  # noqa: E402
 
 NUM_PROGRAMS = None if HAS_GPU else 6
 
@@ -62,7 +63,8 @@ def gpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
 def cpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
     transformer = build_transformer(plan.spec, plan.weights, plan.dtype)
     kv = KvTensors(plan.layout, num_blocks)
-    return CpuExecutor(transformer, kv, plan.layout, plan.config.num_layer_groups, wake=plan.wake)
+    num_groups = plan.config.num_layer_groups
+    return CpuExecutor(transformer, kv, plan.layout, num_groups, wake=plan.wake, grammars=plan.grammars)
 
 
 def engine_of(plan: EnginePlan, make: Callable[[EnginePlan, int], Executor]) -> OfflineEngine:
@@ -71,5 +73,7 @@ def engine_of(plan: EnginePlan, make: Callable[[EnginePlan, int], Executor]) -> 
     pool = BlockPool(num_blocks)
     hasher = BlockHasher(b"key", model_root(b"key", "m", plan.layout), block_size)
     tables = BlockTables(pool, PrefixCache(pool, plan.config.prefix_cache), hasher, block_size)
-    model = LoadedModel(plan.spec, plan.layout, tables, make(plan, num_blocks), plan.longest_request(num_blocks))
+    grammars = plan.grammars or Grammars(no_vocabulary, plan.spec.vocab_size)
+    executor, longest = make(plan, num_blocks), plan.longest_request(num_blocks)
+    model = LoadedModel(plan.spec, plan.layout, tables, executor, longest, grammars)
     return OfflineEngine(model, plan.config)

@@ -302,7 +302,6 @@ async def cluster(text: TextModel, config: RouterConfig) -> AsyncIterator[Cluste
     control.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await control
-    cluster.router.access.close()
     mailbox.close()
 
 

@@ -226,10 +226,10 @@ def test_a_bad_completion_is_refused(fields: Json, param: str) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "nonsense"}}, "response_format.type"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
-            "response_format",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}},
+            "response_format.json_schema.name",
         ),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),

@@ -1,0 +1,140 @@
+"""What router and workers must agree on about grammars: the vocabulary they speak of, and how much work one may be.
+
+The text of a grammar is what llguidance takes: its own JSON, ``{"grammars": [...]}``, or Lark in llguidance's dialect
+(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). The router compiles one before it is let in, a
+worker compiles it again to follow it.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+MAX_GRAMMAR_BYTES = 128 << 10
+MAX_MULTIPLE = 100_000
+"""Of the least common multiple of all ``multipleOf``: an automaton with so many states is built, 10 µs each."""
+MAX_DIGITS = 20
+MAX_FORCED_CHARS = 512
+"""Of text that a grammar leaves no choice about, so many are tokenised to find the next token."""
+MAX_MESSAGE_CHARS = 400
+
+_LIMITS = LLParserLimits(verbose_errors=False)  # the rest of the defaults bound a compilation and a mask well
+_QUIET = 0
+_ESCAPE = re.compile(r"\\+u([0-9a-fA-F]{4})")
+_MULTIPLE = re.compile(
+    r'multipleOf[\\"\s]*:\s*([-+.0-9eE]+)'
+)  # its quotes are escaped where the schema is part of Lark
+
+
+class BadGrammar(Exception):
+    """What is wrong with a grammar, in words for its author."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the tokens of a model stand for.
+
+    ``pieces`` are the bytes that each id adds to a text. No text yields ``special_ids`` or ``eos_ids``, whatever their
+    pieces are. ``encode`` is how the model itself would write a text, without special tokens.
+    """
+
+    pieces: Sequence[bytes]
+    special_ids: frozenset[int]
+    eos_ids: frozenset[int]
+    encode: Callable[[str], list[int]]
+
+
+class GrammarCompiler:
+    """Compiles grammars over one vocabulary; from any thread, without holding up the others."""
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int | None = None) -> None:
+        """``vocab_size`` is the model's own, where it differs. Raises `BadGrammar` where no output could end."""
+        num_tokens = len(vocabulary.pieces) if vocab_size is None else vocab_size
+        eos_ids = sorted(token_id for token_id in vocabulary.eos_ids if token_id < num_tokens)
+        if not eos_ids:
+            raise BadGrammar("this model has no end-of-sequence token, and so knows no end of a grammar")
+        tokens = TokenizerWrapper(_Tokens(vocabulary, num_tokens, eos_ids[0]))
+        self._tokenizer = LLTokenizer(tokens, eos_token=eos_ids)
+
+    @property
+    def eos_ids(self) -> list[int]:
+        return list(self._tokenizer.eos_tokens)
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of the grammar, whose first mask is computed. Raises `BadGrammar`."""
+        _check_work(grammar)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=_QUIET, limits=_LIMITS)
+        if matcher.is_error():
+            raise BadGrammar(in_short(matcher.get_error()))
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise BadGrammar(f"no text conforms to it, or it is too complex: {in_short(first.get_error())}")
+        return matcher
+
+
+def in_short(error: str) -> str:
+    """llguidance's words on one line, the beginning and the end of long ones, which quote the grammar between."""
+    line = " ".join(error.replace("<non-verbose/>", "").split())
+    half = MAX_MESSAGE_CHARS // 2
+    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:half]} … {line[-half:]}"
+
+
+def _check_work(grammar: str) -> None:
+    """Raises `BadGrammar` for what llguidance itself would spend minutes or gigabytes on."""
+    num_bytes = len(grammar.encode())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise BadGrammar(f"it has {num_bytes} bytes, the most is {MAX_GRAMMAR_BYTES}")
+    plain = _ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), grammar)
+    multiple = math.lcm(*(_digits(number) for number in set(_MULTIPLE.findall(plain))))
+    if multiple > MAX_MULTIPLE:
+        raise BadGrammar(f"its 'multipleOf' have the common multiple {multiple}, the most is {MAX_MULTIPLE}")
+
+
+def _digits(number: str) -> int:
+    """A number without its decimal point: 25 for 0.25. What is no number is left to llguidance's judgement."""
+    try:
+        _, digits, exponent = Decimal(number).normalize().as_tuple()
+    except InvalidOperation:
+        return 1
+    assert isinstance(exponent, int), "the digits of a number are finite"
+    zeros = "0" * min(max(exponent, 0), MAX_DIGITS)
+    return max(1, int("".join(map(str, digits)) + zeros))
+
+
+class _Tokens:
+    """A vocabulary as llguidance wants it; called, it tokenises what a grammar forces."""
+
+    def __init__(self, vocabulary: Vocabulary, num_tokens: int, eos_id: int) -> None:
+        self._encode = vocabulary.encode
+        self._pieces = vocabulary.pieces
+        pieces = list(vocabulary.pieces[:num_tokens])
+        self.tokens = pieces + [b""] * (num_tokens - len(pieces))  # an id without bytes is never allowed
+        self.eos_token_id = eos_id
+        self.bos_token_id = None
+        self._special = special = vocabulary.special_ids | vocabulary.eos_ids
+        self.special_token_ids = sorted(token_id for token_id in special if token_id < num_tokens)
+        self._id_of = {piece: token_id for token_id, piece in enumerate(pieces) if piece and token_id not in special}
+        self._longest = max(map(len, self._id_of), default=0)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """As the model would, but where that begins with a space of its own, or takes text for a special token."""
+        head = text.decode()[:MAX_FORCED_CHARS]
+        token_ids = self._encode(head)
+        is_same = b"".join(self._pieces[token_id] for token_id in token_ids) == head.encode()
+        return token_ids if is_same and self._special.isdisjoint(token_ids) else self._longest_first(head.encode())
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        token_ids: list[int] = []
+        start = 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._id_of), None)
+            if end is None:
+                break
+            token_ids.append(self._id_of[text[start:end]])
+            start = end
+        return token_ids
