@@ -34,11 +34,16 @@ class CachedTokens(Answer):
     cached_tokens: int = Field(ge=0)
 
 
+class ReasoningTokens(Answer):
+    reasoning_tokens: int = Field(ge=0)
+
+
 class Usage(Answer):
     prompt_tokens: int = Field(ge=0)
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=0)
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
 
 
 class ChatToken(Answer):

@@ -121,7 +121,11 @@ class OutputAssembler:
         """Of the text before the next token, shown or held back."""
         self._is_opened = not choice.echo
         self._kept: list[OutputDelta] = []
+        self._num_unshown = 0
+        """Tokens since the last that showed anything."""
         self.num_output = 0
+        self.num_reasoning = 0
+        """Of the output: tokens that reasoning was made of, the mark that opens it included."""
         self.cached_tokens = 0
         self.finish: FinishReason | None = None
 
@@ -173,7 +177,16 @@ class OutputAssembler:
         if self.finish is not None:
             parsed += self._parser.flush()
         self._has_calls |= bool(parsed.calls)
+        self._count_reasoning(parsed)
         return OutputDelta(parsed.content, entries, self.finish, parsed.reasoning, parsed.calls, self._ends_in_calls)
+
+    def _count_reasoning(self, parsed: ParsedText) -> None:
+        """A token counts as what it or the next token that shows something has shown."""
+        self._num_unshown += 1
+        if parsed.reasoning:
+            self.num_reasoning += self._num_unshown
+        if parsed.reasoning or parsed.content or parsed.calls:
+            self._num_unshown = 0
 
     @property
     def _ends_in_calls(self) -> bool:

@@ -196,6 +196,7 @@ def usage_of(assemblers: Iterable[OutputAssembler]) -> Json:
         "completion_tokens": used.num_output,
         "total_tokens": used.num_total,
         "prompt_tokens_details": {"cached_tokens": used.num_cached},
+        "completion_tokens_details": {"reasoning_tokens": used.num_reasoning},
     }
 
 

@@ -11,7 +11,8 @@ from ...core.sequence import FinishReason
 from ..openai_errors import ApiError
 from ..output import OutputAssembler, OutputDelta
 from ..prepare import PreparedRequest
-from ..wire_format import Json, WireFormat, usage_of
+from ..token_usage import token_usage
+from ..wire_format import Json, WireFormat
 from .bodies import ResponseRequest
 from .items import Status
 from .output_items import EventLog, OutputItems
@@ -135,13 +136,11 @@ def _text_config(body: ResponseRequest) -> Json:
 
 def response_usage(assembler: OutputAssembler) -> Json:
     """Nothing is written to a cache that a client would have to ask or pay for."""
-    usage = usage_of([assembler])
-    details = usage["prompt_tokens_details"]
-    assert isinstance(details, dict)
+    used = token_usage([assembler])
     return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": details["cached_tokens"], "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage["total_tokens"],
+        "input_tokens": used.num_prompt,
+        "input_tokens_details": {"cached_tokens": used.num_cached, "cache_write_tokens": 0},
+        "output_tokens": used.num_output,
+        "output_tokens_details": {"reasoning_tokens": used.num_reasoning},
+        "total_tokens": used.num_total,
     }

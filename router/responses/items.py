@@ -42,7 +42,9 @@ def one_of(*known: str) -> tuple[Discriminator, BeforeValidator]:
     """
 
     def tag(data: Any) -> str:
-        return f"<{data.get('type', known[0]) if isinstance(data, dict) else known[0]}>"
+        """Of an object, or of what was made of one."""
+        named = data.get("type", known[0]) if isinstance(data, dict) else getattr(data, "type", None)
+        return f"<{named or known[0]}>"
 
     return Discriminator(tag), only(*known)
 

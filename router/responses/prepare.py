@@ -122,12 +122,12 @@ def chat_members(body: ResponseRequest, items: Sequence[ItemFields]) -> Json:
     members: Json = body.model_dump(include=SHARED, exclude_none=True)
     members["messages"] = chat_messages(items, body.instructions)
     members["max_completion_tokens"] = body.max_output_tokens
-    members["parallel_tool_calls"] = body.parallel_tool_calls
     if body.shows_logprobs:
         members |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.tools:
         members["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools]
-    if body.tool_choice is not None:
+        members["parallel_tool_calls"] = body.parallel_tool_calls
+    if body.tools or body.tool_choice != "auto":
         members["tool_choice"] = _tool_choice(body.tool_choice)
     if body.text is not None and body.text.format is not None:
         members["response_format"] = _response_format(body.text.format)
@@ -140,7 +140,7 @@ def _function(tool: FunctionTool) -> Json:
     return tool.model_dump(exclude={"type"}, exclude_none=True)
 
 
-def _tool_choice(choice: str | NamedFunction | AllowedTools) -> object:
+def _tool_choice(choice: str | NamedFunction | AllowedTools | None) -> object:
     match choice:
         case NamedFunction(name=name):
             return {"type": "function", "function": {"name": name}}

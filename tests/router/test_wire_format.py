@@ -237,6 +237,7 @@ def test_a_chat_body_is_openais() -> None:
             "completion_tokens": 4,
             "total_tokens": 8,
             "prompt_tokens_details": {"cached_tokens": 3},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 
@@ -261,6 +262,7 @@ def test_a_body_has_every_choice_whole_and_counts_each_prompt_once() -> None:
         "completion_tokens": 7,
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -382,6 +384,14 @@ def test_a_body_has_reasoning_calls_and_no_content_where_the_model_said_nothing_
         "logprobs": None,
         "finish_reason": "tool_calls",
     }
+
+
+@pytest.mark.parametrize(("said", "num_reasoning"), [("?so.!{}", 3), ("?so", 3), ("hi", 0), ("a?b.c?d", 4)])
+def test_usage_tells_the_tokens_of_reasoning_with_the_marks_that_open_it(said: str, num_reasoning: int) -> None:
+    assembler = assembled(spelled(), deltas([*ids(said), EOS], STOP))
+    usage = json.loads(format_of(ChatFormat).body([assembler]))["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+    assert usage["completion_tokens"] == len(said) + 1
 
 
 def test_a_stream_has_them_in_pieces_one_entry_a_call() -> None:

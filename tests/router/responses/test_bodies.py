@@ -85,6 +85,8 @@ async def test_what_asks_for_nothing_is_taken(cluster: "Cluster", client: httpx.
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "reasoning": {"effort": None, "summary": None, "context": "auto"},
         "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
         "include": [],
         "truncation": "disabled",
         "service_tier": "auto",
