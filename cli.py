@@ -5,17 +5,48 @@ Heavy imports wait for the command that needs them.
 
 import logging
 import os
-import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from .benchmarks.bench import bench
-from .core.config import ChatConfig, EngineConfig, RouterConfig, TraceConfig, TransferConfig, WorkerConfig
+from .cli_access import keys, usage
+from .cli_flags import (
+    ENGINE,
+    ROUTER,
+    TRANSPORTS,
+    AccessLog,
+    BlockSize,
+    ChunkTokens,
+    Device,
+    Dtype,
+    GpuMemoryUtilization,
+    Host,
+    KvMemory,
+    LayerGroups,
+    LoadFormat,
+    MaxModelLen,
+    MaxNumSeqs,
+    Model,
+    NumBlocks,
+    Port,
+    PrefixCache,
+    ServedName,
+    Threads,
+    Transports,
+    chat,
+    check_tcp_address,
+    checked,
+    door,
+    parse_bytes,
+    traces,
+    with_flags_of,
+)
+from .core.config import ChatConfig, DoorConfig, EngineConfig, RouterConfig, TraceConfig, TransferConfig, WorkerConfig
 from .core.messages import Incarnation, Role
 from .deploy.launch import USAGE_STATUS, WorkerCommand, WorkerFailed, WorkerGroup, end_with_parent
 from .deploy.model_source import ModelSource, ModelSourceError, resolve
@@ -31,115 +62,26 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"auto_envvar_prefix": "CROSSDOCK"},
 )
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def parse_bytes(text: str) -> int:
-    """``256MiB``, ``2G``, ``1048576``; raises ``typer.BadParameter``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; write 256MiB or 2G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def check_transports(names: str) -> None:
-    """Raises ``typer.BadParameter``."""
-    if unknown := set(names.split(",")) - set(TRANSFER.transports):
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is no transport; there are {TRANSPORTS}")
-
-
-def check_tcp_address(address: str) -> None:
-    """Raises ``typer.BadParameter``."""
-    if not re.fullmatch(r"tcp://\S+:\d+", address):
-        raise typer.BadParameter(f"{address!r} is no address; write tcp://host:port")
-
-
-def check_dtype(name: str) -> None:
-    """Raises ``typer.BadParameter``."""
-    if name not in DTYPES:
-        raise typer.BadParameter(f"{name!r} is no dtype; there are {', '.join(DTYPES)}")
-
-
-def _checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
-    """Refuse a flag where it is typed, rather than in every worker that is started with it."""
-
-    def callback(text: str | None) -> str | None:
-        if text is not None:
-            check(text)
-        return text
-
-    return callback
-
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-ENGINE, TRANSFER, CHAT, ROUTER = EngineConfig(), TransferConfig(), ChatConfig(), RouterConfig(model="")
-TRANSPORTS = ",".join(TRANSFER.transports)
-
-Model = Annotated[str, typer.Argument(help="demo, a folder, a .gguf file, or a name on the Hugging Face hub.")]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Port = Annotated[int, typer.Option(help="Port of the HTTP API; 0 lets the system choose.", min=0, max=65535)]
-ServedName = Annotated[str | None, typer.Option(help="Model name that clients see.")]
-ChatTemplate = Annotated[str | None, typer.Option(help="File with a Jinja chat template, instead of the model's.")]
-ToolParser = Annotated[
-    str,
-    typer.Option(help="How the model writes tool calls: hermes, llama3_json, mistral, … or auto (by its template)."),
-]
-ReasoningParser = Annotated[str, typer.Option(help="How the model writes reasoning: think, none or auto.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto (a GPU if there is one).")]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="float32, bfloat16 or auto (the model's on a GPU, float32 on a CPU).", callback=_checked(check_dtype)
-    ),
-]
-LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights from config.json alone, for benchmarks.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)]
-KvMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory of each worker's KV pool, like 256MiB or 2G; 256MiB on a CPU, what is left on a GPU.",
-        callback=_checked(parse_bytes),
-    ),
-]
-NumBlocks = Annotated[int | None, typer.Option(help="KV blocks of each pool, instead of --kv-memory.", min=2)]
-GpuMemoryUtilization = Annotated[
-    float, typer.Option(help="Share of a GPU's memory that weights, graphs and pool may take.", min=0.05, max=1.0)
-]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.", min=2)]
-MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in one step.", min=1)]
-ChunkTokens = Annotated[int, typer.Option(help="Token budget of one step.", min=16)]
-LayerGroups = Annotated[int, typer.Option(help="In how many pushes a prompt's KV travels.", min=1)]
-PrefixCache = Annotated[bool, typer.Option(help="Reuse the KV of prompts that start alike.")]
-Transports = Annotated[
-    str, typer.Option(help="Allowed KV transports, comma-separated.", callback=_checked(check_transports))
-]
-Threads = Annotated[
-    int | None, typer.Option(help="Compute threads of each worker; the cores are divided when unset.", min=1)
-]
-
-AccessLog = Annotated[
-    str | None, typer.Option(help="File for a JSON line a request, without prompts and keys; - is the standard output.")
-]
-OtlpEndpoint = Annotated[
-    str | None, typer.Option(help="Send OpenTelemetry traces there, like http://localhost:4318/v1/traces.")
-]
-TraceFile = Annotated[str | None, typer.Option(help="Append OpenTelemetry spans to this file, a JSON line each.")]
 
 
 @app.command()
+@with_flags_of(traces, into="traces")
+@with_flags_of(chat, into="chat")
+@with_flags_of(door, into="door")
 def serve(
     model: Model,
+    *,
+    traces: TraceConfig,
+    chat: ChatConfig,
+    door: DoorConfig,
     prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=0)] = 1,
     mixed: Annotated[int, typer.Option(help="Workers that do both; instead of prefill and decode workers.", min=0)] = 0,
     host: Host = ROUTER.host,
     port: Port = ROUTER.port,
     served_model_name: ServedName = None,
-    chat_template: ChatTemplate = None,
-    tool_parser: ToolParser = CHAT.tool_parser,
-    reasoning_parser: ReasoningParser = CHAT.reasoning_parser,
     device: Device = ENGINE.device,
     dtype: Dtype = ENGINE.dtype,
     load_format: LoadFormat = ENGINE.load_format,
@@ -155,8 +97,6 @@ def serve(
     transports: Transports = TRANSPORTS,
     threads: Threads = None,
     access_log: AccessLog = None,
-    otlp_endpoint: OtlpEndpoint = None,
-    trace_file: TraceFile = None,
 ) -> None:
     """Serve MODEL on this host: a router with an OpenAI-compatible API, and its workers.
 
@@ -181,23 +121,31 @@ def serve(
     flags += [f"--kv-memory={kv_memory}"] if kv_memory else []
     flags += [f"--num-blocks={num_blocks}"] if num_blocks else []
     flags += [f"--max-model-len={max_model_len}"] if max_model_len else []
-    flags += [f"--otlp-endpoint={otlp_endpoint}"] if otlp_endpoint else []
-    flags += [f"--trace-file={trace_file}"] if trace_file else []
+    flags += [f"--otlp-endpoint={traces.otlp_endpoint}"] if traces.otlp_endpoint else []
+    flags += [f"--trace-file={traces.file}"] if traces.file else []
     config = RouterConfig(
         model,
         host=host,
         port=port,
         served_model_name=served_model_name,
-        chat=ChatConfig(chat_template, tool_parser, reasoning_parser),
         access_log=access_log,
-        traces=TraceConfig(otlp_endpoint, trace_file),
+        traces=traces,
+        chat=chat,
+        door=door,
     )
     _serve(config, [(role, flags) for role in roles])
 
 
 @app.command()
+@with_flags_of(traces, into="traces")
+@with_flags_of(chat, into="chat")
+@with_flags_of(door, into="door")
 def router(
     model: Model,
+    *,
+    traces: TraceConfig,
+    chat: ChatConfig,
+    door: DoorConfig,
     host: Host = ROUTER.host,
     port: Port = ROUTER.port,
     control_host: Annotated[
@@ -205,12 +153,7 @@ def router(
     ] = ROUTER.control_host,
     control_port: Annotated[int, typer.Option(help="Port for workers; 0 lets the system choose.")] = 5570,
     served_model_name: ServedName = None,
-    chat_template: ChatTemplate = None,
-    tool_parser: ToolParser = CHAT.tool_parser,
-    reasoning_parser: ReasoningParser = CHAT.reasoning_parser,
     access_log: AccessLog = None,
-    otlp_endpoint: OtlpEndpoint = None,
-    trace_file: TraceFile = None,
 ) -> None:
     """Run the router alone; workers join with `crossdock worker MODEL --router tcp://HOST:PORT`."""
     config = RouterConfig(
@@ -220,18 +163,22 @@ def router(
         control_host=control_host,
         control_port=control_port,
         served_model_name=served_model_name,
-        chat=ChatConfig(chat_template, tool_parser, reasoning_parser),
         access_log=access_log,
-        traces=TraceConfig(otlp_endpoint, trace_file),
+        traces=traces,
+        chat=chat,
+        door=door,
     )
     _serve(config, [])
 
 
 @app.command()
+@with_flags_of(traces, into="traces")
 def worker(
     model: Model,
+    *,
+    traces: TraceConfig,
     router: Annotated[
-        str, typer.Option(help="Control address of the router, tcp://host:port.", callback=_checked(check_tcp_address))
+        str, typer.Option(help="Control address of the router, tcp://host:port.", callback=checked(check_tcp_address))
     ],
     role: Annotated[Role, typer.Option(help="Which work the router may send here.")] = Role.MIXED,
     host: Annotated[str, typer.Option(help="Address of this host that routers and peers can reach.")] = "127.0.0.1",
@@ -249,8 +196,6 @@ def worker(
     prefix_cache: PrefixCache = ENGINE.prefix_cache,
     transports: Transports = TRANSPORTS,
     threads: Threads = None,
-    otlp_endpoint: OtlpEndpoint = None,
-    trace_file: TraceFile = None,
     parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one worker: an engine that reports to a router and serves what it is sent."""
@@ -273,7 +218,6 @@ def worker(
         num_threads=threads,
     )
     transfer = TransferConfig(transports=tuple(transports.split(",")))
-    traces = TraceConfig(otlp_endpoint, trace_file)
     config = WorkerConfig(model, router, role=role, host=host, engine=engine, transfer=transfer, traces=traces)
     source = _resolve(model)
     from .worker import Worker  # torch: only this command pays for it
@@ -289,14 +233,18 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
     """Bind both ports before anything slow, start the workers, then be the router until a signal ends it."""
     _start_logging("router")
     from .core.mailbox import AsyncMailbox
+    from .router.access.access import Access
     from .router.server import listen, serve_router
 
     source = _resolve(config.model)
     try:
+        Access(config.door, config.model).close()
         listener = listen(config.host, config.port)
         mailbox = AsyncMailbox(config.control_host, config.control_port, Incarnation(secrets.token_hex(8)))
     except OSError as error:
         _fail(error.strerror or str(error))
+    except ValueError as error:
+        _fail(str(error))
     address = f"--router={mailbox.peer.address}"
     commands = [
         WorkerCommand(f"{role.value} worker {number}", (config.model, f"--role={role.value}", address, *flags))
@@ -370,6 +318,8 @@ def _fail(reason: str) -> NoReturn:
 
 
 app.command()(bench)
+app.command()(usage)
+app.add_typer(keys, name="keys")
 
 
 def main() -> None:

@@ -86,6 +86,16 @@ class DoorConfig:
         *("/health", "/ready", "/version", "/metrics"),
     )
     """Need no key."""
+    usage_db: Path | None = None
+    """An SQLite file for what each key has used."""
+    tls_cert: Path | None = None
+    """A chain in PEM form; read again when it changes."""
+    tls_key: Path | None = None
+    """Unset: in the same file as the certificate."""
+    tls_client_ca: Path | None = None
+    """Clients must have a certificate that this one signed."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins may read answers; ``*`` for all."""
     request_timeout_seconds: float | None = None
     """A request that takes longer ends; a client may ask for less."""
     max_body_bytes: int = 8 << 20

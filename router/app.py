@@ -17,10 +17,8 @@ from starlette.types import Receive, Scope, Send
 from ..core.config import RouterConfig
 from ..core.request import Request, RequestId
 from .access.access import Access
-from .access.admission import Admission
-from .access.body import BodyLimits
 from .access.caller import Caller
-from .access.request_id import RequestIds
+from .access.door import stand_before
 from .access.visit import Visit
 from .completion_routes import EVENTS, completion_routes
 from .dispatcher import Dispatcher
@@ -64,8 +62,8 @@ class Router:
         self.text = text
         self.dispatcher = dispatcher
         self.metrics = metrics
-        self.access = Access(config.door)
         self.model_name = config.served_model_name or config.model
+        self.access = Access(config.door, self.model_name)
         self.started_at = int(time.time())
         self.is_draining = False
         self.responses = ResponseStore(
@@ -246,11 +244,8 @@ ROUTES = (
 
 def create_app(router: Router, telemetry: Telemetry = SILENT) -> FastAPI:
     app = DescribedApp((*EVENTS, *RESPONSE_EVENTS), exception_handlers=exception_handlers)
-    door = router.config.door
-    app.add_middleware(BodyLimits, max_bytes=door.max_body_bytes, max_nesting=door.max_nesting)
-    app.add_middleware(Admission, access=router.access)
-    app.add_middleware(RequestIds)
-    telemetry.install(app)  # the last one is the outermost
+    stand_before(app, router.access, router.config.door)
+    telemetry.install(app)  # outside of the door, so that refusals are told of too
     for routes in ROUTES:
         app.include_router(routes(router))
     return app

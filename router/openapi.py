@@ -23,23 +23,24 @@ ALWAYS = (400, 500)
 """Of every endpoint: a request id that nobody can use, a fault of ours."""
 KEY_ERRORS = (401, 429)
 """Of every endpoint that a key may be needed for."""
-WORK_ERRORS = (*KEY_ERRORS, 404, 413, 503, 504)
+WORK_ERRORS = (*KEY_ERRORS, 404, 408, 413, 503, 504)
 """Of every endpoint that reads a body and may give work to the model that the body names."""
 
 _MEANINGS: dict[int, str] = {
     400: "The request is not valid; `param` names the field",
     401: "The API key is missing or unknown",
     404: "No such model or object",
+    408: "The body did not come in the time that the request has",
     413: "The body is too long",
     429: "A limit of the API key is reached; `retry-after` says when to come again",
     500: "A fault of the server",
     503: "No capacity at the moment; `retry-after` says when to come again",
-    504: "The time that the request was given is over",
+    504: "The time is over that the header `x-request-timeout` (seconds) or the server gives the request",
 }
 
 _DESCRIPTION = (
     "OpenAI's API, served by prefill and decode workers. Errors have one form everywhere; "
-    "unknown fields are refused by name."
+    "unknown fields are refused by name. Every answer carries `x-request-id`: the request's own, or a new one."
 )
 
 
@@ -112,6 +113,8 @@ class DescribedApp(FastAPI):
             schema = get_openapi(
                 title=self.title, version=self.version, description=self.description, routes=self.routes
             )
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{}, {"key": []}]  # a server may ask for keys or not
             schemas = schema["components"]["schemas"]
             for path in schema["paths"].values():
                 for operation in path.values():

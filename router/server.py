@@ -17,6 +17,7 @@ import uvloop
 
 from ..core.config import RouterConfig
 from ..core.mailbox import AsyncMailbox
+from .access.exposure import exposure
 from .app import Router, create_app
 from .dispatcher import Dispatcher
 from .metrics import RouterMetrics
@@ -71,18 +72,22 @@ async def _serve(
     router = Router(config, text, dispatcher, metrics)
     server = _Server(_uvicorn_config(router, telemetry))
     host, port = listener.getsockname()[:2]
-    _log.info("serving %s on http://%s:%d, workers report to %s", router.model_name, host, port, mailbox.peer.address)
+    url = f"{'https' if server.config.is_ssl else 'http'}://{host}:{port}"
+    _log.info("serving %s on %s, workers report to %s", router.model_name, url, mailbox.peer.address)
+    for warning in exposure(config):
+        _log.warning("%s", warning)
     ending = _Ending(router, server)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.advance)
     try:
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(_forever(work)) for work in (dispatcher.run, companion)]
+            beside = [tasks.create_task(_forever(work)) for work in (dispatcher.run, router.access.run, companion)]
             await server.serve(sockets=[listener])
             for task in beside:
                 task.cancel()
     finally:
         router.close()
+        router.access.close()
         mailbox.close(linger_seconds=0.5)
 
 
@@ -121,8 +126,10 @@ class _Ending:
 
 
 def _uvicorn_config(router: Router, telemetry: Telemetry) -> uvicorn.Config:
+    certificate = router.access.certificate
     return uvicorn.Config(
         create_app(router, telemetry),
+        ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,
         http="httptools",
         ws="none",
         lifespan="off",

@@ -1,6 +1,7 @@
 """The door: who may come in, how often, with what, and what is written down about it. All of it is off by default.
 
 ====================  ================================================================================
+``door``              puts the middleware below before an application
 ``access``            what is decided at the door, put together from one configuration
 ``admission``         ASGI middleware: key, limits and deadline of a request, before its body is read
 ``body``              ASGI middleware: size and nesting of a body, before it is parsed
@@ -11,5 +12,6 @@
 ``account``           how much of its limits a key has used: pure, over ``bucket``
 ``usage``             tokens by day, key and model, in SQLite; ``usage_report`` reads them again
 ``tls``               the certificate, and its renewal
+``exposure``          what whoever starts a server must hear
 ====================  ================================================================================
 """

@@ -1,5 +1,6 @@
 """What is decided at the door: keys, limits and deadlines of one configuration, and what is known of each key."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -11,23 +12,31 @@ from .account import Account
 from .caller import ANYONE, Caller
 from .key_file import FileChanges, KeyFileError, read_keys
 from .keys import ONLY_KEY_NAME, KeyRing, record_of
+from .tls import Certificate
+from .usage import UsageLog
 from .visit import Clock, Deadline, Visit
 
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_SECONDS = 86_400.0
+LOOK_SECONDS = 1.0
 
 _log = logging.getLogger("crossdock.router")
 
 
 class Access:
-    """The constructor raises `KeyFileError` for a keys file that cannot be used."""
+    """The constructor raises ``ValueError`` for files that cannot be used (keys, certificate, usage database)."""
 
-    def __init__(self, config: DoorConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: DoorConfig, model_name: str, clock: Clock = time.monotonic) -> None:
         self._config = config
+        self._model_name = model_name
         self._clock = clock
+        self.certificate = (
+            Certificate(config.tls_cert, config.tls_key, config.tls_client_ca) if config.tls_cert is not None else None
+        )
         self._accounts: dict[str, Account] = {}
         self._changes = FileChanges(*([config.api_keys] if config.api_keys is not None else []))
         self._ring = _key_ring(config)
+        self._usage = UsageLog(config.usage_db) if config.usage_db is not None else None
 
     def visit(self, method: str, path: str, headers: Mapping[str, str]) -> Visit:
         """A request with these headers (names in lower case) is here; raises `ApiError` for one that may not come in.
@@ -53,21 +62,39 @@ class Access:
         return None if seconds is None else Deadline(self._clock() + seconds, seconds)
 
     def _record(self, caller: Caller, used: TokenUsage) -> None:
-        pass
+        if self._usage is not None:
+            self._usage.add(caller.name, self._model_name, used)
 
-    def reload(self) -> None:
-        """Look at the keys file, and use it if it has changed; one that is broken changes nothing."""
+    async def run(self) -> None:
+        """Follow the files until cancelled; what is broken in them changes nothing."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Look at the files once; requests go on meanwhile."""
+        if (ring := await asyncio.to_thread(self._changed_ring)) is not None:
+            self._follow(ring)
+        if self.certificate is not None and await asyncio.to_thread(self.certificate.is_renewed):
+            self.certificate.renew()
+
+    def close(self) -> None:
+        """Write down what has been used."""
+        if self._usage is not None:
+            self._usage.close()
+
+    def _changed_ring(self) -> KeyRing | None:
         if not self._changes.are_there():
-            return
+            return None
         try:
-            self._ring = _key_ring(self._config)
+            return _key_ring(self._config)
         except KeyFileError as error:
-            _log.error("the keys stay as they were: %s", error)
-            return
-        self._follow(self._ring.callers if self._ring is not None else [])
+            _log.error("the API keys stay as they were: %s", error)
+            return None
 
-    def _follow(self, callers: list[Caller]) -> None:
+    def _follow(self, ring: KeyRing) -> None:
         """Accounts get the new limits and keep what was used; those of revoked keys go."""
+        self._ring, callers = ring, ring.callers
         _log.info("read %d API keys", len(callers))
         known = {caller.name: caller for caller in callers}
         self._accounts = {name: account for name, account in self._accounts.items() if name in known}

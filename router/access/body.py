@@ -1,17 +1,17 @@
 """ASGI middleware: what a body may be before anything looks at what it says."""
 
 import asyncio
-import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..openai_errors import ApiError
 from .visit import Visit
 
-# Possessive, so that a text without its closing quote costs no more than one with it.
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _SQUARE = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_NO_MARKS = bytes(set(range(256)) - set(b'[]{}"'))
+
+LONG_BODY_BYTES = 64 << 10
+"""Longer ones are looked through in a thread, so that others are served meanwhile."""
 
 
 class ClientLeft(Exception):
@@ -47,9 +47,14 @@ class BodyLimits:
         except TimeoutError:
             assert visit.deadline is not None, "without a deadline there is no timeout"
             raise ApiError(408, f"the request's body did not come within {visit.deadline.seconds:g} s") from None
-        if nests_deeper(body, self._max_nesting):
+        if await self._is_deep(body):
             raise ApiError.invalid(None, f"The request body nests deeper than {self._max_nesting} levels.")
         return body
+
+    async def _is_deep(self, body: bytes) -> bool:
+        if len(body) < LONG_BODY_BYTES:
+            return nests_deeper(body, self._max_nesting)
+        return await asyncio.to_thread(nests_deeper, body, self._max_nesting)
 
     async def _joined(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
@@ -81,7 +86,8 @@ def nests_deeper(body: bytes, limit: int) -> bool:
     might get that deep. A few passes over the bytes, whatever they are."""
     if body.count(b"[") + body.count(b"{") <= limit:
         return False
-    brackets = _STRING.sub(b"", body).translate(_SQUARE, _NO_BRACKETS)
+    marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SQUARE, _NO_MARKS)
+    brackets = b"".join(marks.split(b'"')[::2])  # what stands outside of strings
     for _ in range(limit):
         outer = brackets.replace(b"[]", b"")
         if len(outer) == len(brackets):

@@ -41,7 +41,11 @@ def _record(path: Path, number: int, line: bytes) -> KeyRecord:
 
 
 def add_key(path: Path, record: KeyRecord) -> None:
-    """Make the file if there is none; raises `KeyFileError` if the name is taken."""
+    """Make the file if there is none; raises `KeyFileError` if the name is taken or no record may be like this."""
+    try:
+        msgspec.convert(msgspec.structs.asdict(record), KeyRecord)
+    except msgspec.ValidationError as error:
+        raise KeyFileError(f"no key can be made: {error}") from None
     with _changing(path) as records:
         if any(known.name == record.name for known in records):
             raise KeyFileError(f"there is a key named {record.name!r} already")

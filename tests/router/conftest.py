@@ -302,6 +302,7 @@ async def cluster(text: TextModel, config: RouterConfig) -> AsyncIterator[Cluste
     control.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await control
+    cluster.router.access.close()
     mailbox.close()
 
 

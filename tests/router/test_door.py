@@ -14,6 +14,7 @@ from crossdock.core.messages import Role
 from crossdock.core.request import Request
 from crossdock.router.access.key_file import add_key, revoke_key
 from crossdock.router.access.keys import KeyRecord, new_key
+from crossdock.router.access.usage_report import Column, UsageRow, read_usage
 from crossdock.router.app import create_app
 
 if TYPE_CHECKING:
@@ -37,8 +38,20 @@ def keys_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def config(config: RouterConfig, keys_file: Path) -> RouterConfig:
-    return replace(config, door=DoorConfig(api_keys=keys_file, api_key="letmein", max_body_bytes=10_000))
+def usage_db(tmp_path: Path) -> Path:
+    return tmp_path / "usage.db"
+
+
+@pytest.fixture
+def config(config: RouterConfig, keys_file: Path, usage_db: Path) -> RouterConfig:
+    door = DoorConfig(
+        api_keys=keys_file,
+        api_key="letmein",
+        usage_db=usage_db,
+        cors_origins=("https://page.example",),
+        max_body_bytes=10_000,
+    )
+    return replace(config, door=door)
 
 
 @pytest.fixture
@@ -113,10 +126,10 @@ async def test_a_key_added_or_revoked_counts_from_the_next_look_at_the_file(
     revoke_key(keys_file, "bob")
     dave = {"authorization": f"Bearer {key}"}
     assert [(await complete(client, who)).status_code for who in (dave, of("bob"))] == [401, 200]
-    cluster.router.access.reload()
+    await cluster.router.access.reload()
     assert [(await complete(client, who)).status_code for who in (dave, of("bob"))] == [200, 401]
-    add_key(keys_file, KeyRecord(name="a bad name", id="x", salt="", digest=""))
-    cluster.router.access.reload()
+    await asyncio.to_thread(keys_file.write_text, "nonsense")
+    await cluster.router.access.reload()
     assert [(await complete(client, who)).status_code for who in (dave, of("bob"))] == [200, 401]
 
 
@@ -323,3 +336,69 @@ async def test_deep_lone_and_broken_bodies_are_400(cluster: "Cluster", client: h
         assert response.status_code == 400
         assert error_of(response)["type"] == "invalid_request_error"
     assert worker.num_tasks == 0
+
+
+# --- what is written down --------------------------------------------------------------------------
+
+
+async def used_by(cluster: "Cluster", path: Path) -> dict[str, UsageRow]:
+    await asyncio.to_thread(cluster.router.access.close)
+    return {row.group[0]: row for row in read_usage(path, [Column.KEY])}
+
+
+async def test_every_key_is_charged_what_its_clients_were_told(
+    cluster: "Cluster", client: httpx.AsyncClient, usage_db: Path
+) -> None:
+    await cluster.add(Role.PREFILL, Role.DECODE)
+    names = ["alice", "bob", "carol", "bob"]
+    answers = await asyncio.gather(*(complete(client, of(name), n=2, max_tokens=4) for name in names))
+    told = [answer.json()["usage"] for answer in answers]
+    assert {(usage["prompt_tokens"], usage["completion_tokens"]) for usage in told} == {(9, 8)}
+    for who in ({}, of("alice")):
+        assert (await complete(client, who, n="nonsense")).status_code in (400, 401)
+    rows = await used_by(cluster, usage_db)
+    counts = {name: (row.requests, row.prompt_tokens, row.output_tokens) for name, row in rows.items()}
+    assert counts == {"alice": (1, 9, 8), "bob": (2, 18, 16), "carol": (1, 9, 8)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_request_cost_that_came_to_no_end_is_charged_too(
+    cluster: "Cluster", client: httpx.AsyncClient, usage_db: Path, stream: bool
+) -> None:
+    [worker] = await cluster.add(Role.MIXED)
+    worker.behaviour.seconds_a_token = 0.06
+    response = await complete(client, {**of("bob"), "x-request-timeout": "0.2"}, stream=stream)
+    assert response.status_code == (200 if stream else 504)
+    row = (await used_by(cluster, usage_db))["bob"]
+    assert (row.requests, row.prompt_tokens) == (1, 9)
+    assert 1 <= row.output_tokens <= 4
+    assert not stream or row.output_tokens == response.text.count('"text"')
+
+
+# --- web pages of other origins --------------------------------------------------------------------
+
+
+async def test_a_preflight_needs_no_key_and_other_origins_get_none(client: httpx.AsyncClient) -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    allowed = await client.options("/v1/completions", headers={"origin": "https://page.example", **asks})
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://page.example")
+    assert allowed.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "POST" in allowed.headers["access-control-allow-methods"]
+    assert allowed.headers["x-request-id"].startswith("req_")
+    refused = await client.options("/v1/completions", headers={"origin": "https://other.example", **asks})
+    assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (400, False)
+
+
+async def test_a_page_may_read_answers_and_refusals_with_their_headers(
+    cluster: "Cluster", client: httpx.AsyncClient
+) -> None:
+    await cluster.add(Role.MIXED)
+    page = {"origin": "https://page.example"}
+    for who, status in ((of("alice"), 200), ({}, 401)):
+        for stream in (False, True):
+            response = await complete(client, {**who, **page}, stream=stream)
+            assert (response.status_code, response.headers["access-control-allow-origin"]) == (status, page["origin"])
+            exposed = response.headers["access-control-expose-headers"].split(", ")
+            assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= set(exposed)
+    response = await complete(client, {**of("bob"), "origin": "https://other.example"})
+    assert "access-control-allow-origin" not in response.headers

@@ -56,6 +56,13 @@ def test_a_record_says_what_its_key_may_do(path: Path) -> None:
     assert caller == Caller("alice", "team", priority=5, most_urgent=5, limits=KeyLimits(3, 9, None))
 
 
+def test_a_name_that_would_break_a_list_is_refused(path: Path) -> None:
+    for name in ("", "a b", "a\n", "x" * 65, "-x"):
+        with pytest.raises(KeyFileError, match="no key can be made"):
+            add_key(path, record_of(name, new_key()))
+    assert not path.exists()
+
+
 def test_names_are_taken_once_and_a_revoked_one_is_free_again(path: Path) -> None:
     add_key(path, record_of("alice", new_key()))
     with pytest.raises(KeyFileError, match="there is a key named 'alice' already"):
