@@ -43,10 +43,20 @@ from .cli_flags import (
     checked,
     door,
     parse_bytes,
+    responses,
     traces,
     with_flags_of,
 )
-from .core.config import ChatConfig, DoorConfig, EngineConfig, RouterConfig, TraceConfig, TransferConfig, WorkerConfig
+from .core.config import (
+    ChatConfig,
+    DoorConfig,
+    EngineConfig,
+    ResponsesConfig,
+    RouterConfig,
+    TraceConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 from .core.messages import Incarnation, Role
 from .deploy.launch import USAGE_STATUS, WorkerCommand, WorkerFailed, WorkerGroup, end_with_parent
 from .deploy.model_source import ModelSource, ModelSourceError, resolve
@@ -69,12 +79,14 @@ app = typer.Typer(
 @app.command()
 @with_flags_of(traces, into="traces")
 @with_flags_of(chat, into="chat")
+@with_flags_of(responses, into="responses")
 @with_flags_of(door, into="door")
 def serve(
     model: Model,
     *,
     traces: TraceConfig,
     chat: ChatConfig,
+    responses: ResponsesConfig,
     door: DoorConfig,
     prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=0)] = 1,
@@ -131,6 +143,7 @@ def serve(
         access_log=access_log,
         traces=traces,
         chat=chat,
+        responses=responses,
         door=door,
     )
     _serve(config, [(role, flags) for role in roles])
@@ -139,12 +152,14 @@ def serve(
 @app.command()
 @with_flags_of(traces, into="traces")
 @with_flags_of(chat, into="chat")
+@with_flags_of(responses, into="responses")
 @with_flags_of(door, into="door")
 def router(
     model: Model,
     *,
     traces: TraceConfig,
     chat: ChatConfig,
+    responses: ResponsesConfig,
     door: DoorConfig,
     host: Host = ROUTER.host,
     port: Port = ROUTER.port,
@@ -166,6 +181,7 @@ def router(
         access_log=access_log,
         traces=traces,
         chat=chat,
+        responses=responses,
         door=door,
     )
     _serve(config, [])

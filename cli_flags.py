@@ -12,7 +12,15 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from .core.config import ChatConfig, DoorConfig, EngineConfig, RouterConfig, TraceConfig, TransferConfig
+from .core.config import (
+    ChatConfig,
+    DoorConfig,
+    EngineConfig,
+    ResponsesConfig,
+    RouterConfig,
+    TraceConfig,
+    TransferConfig,
+)
 
 T = TypeVar("T")
 Command = Callable[..., None]
@@ -158,6 +166,21 @@ def chat(
 ) -> ChatConfig:
     """How chats become prompts and answers are read."""
     return ChatConfig(chat_template, tool_parser, reasoning_parser)
+
+
+def responses(
+    max_kept_responses: Annotated[
+        int, typer.Option(help="Most responses kept in memory for clients that come back to them; 0 keeps none.", min=0)
+    ] = ROUTER.responses.max_kept,
+    kept_responses_memory: Annotated[
+        str, typer.Option(help="Memory for them.", callback=checked(parse_bytes))
+    ] = f"{ROUTER.responses.max_bytes >> 20}MiB",
+    kept_responses_seconds: Annotated[
+        float, typer.Option(help="How long one is kept at most.", min=0)
+    ] = ROUTER.responses.max_seconds,
+) -> ResponsesConfig:
+    """What is kept of `/v1/responses`."""
+    return ResponsesConfig(max_kept_responses, parse_bytes(kept_responses_memory), kept_responses_seconds)
 
 
 ApiKeysFile = Annotated[

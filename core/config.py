@@ -117,6 +117,16 @@ class ChatConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponsesConfig:
+    """How many responses the router keeps in memory, for clients that come back to them."""
+
+    max_kept: int = 4096
+    """0 keeps none."""
+    max_bytes: int = 64 << 20
+    max_seconds: float = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The `crossdock router` process. ``access_log`` is a file, or ``-`` for the standard output."""
 
@@ -139,7 +149,4 @@ class RouterConfig:
     """More are refused with 503 before any work."""
     door: DoorConfig = field(default_factory=DoorConfig)
     drain_seconds: float = 30.0
-    max_stored_responses: int = 4096
-    """Of ``/v1/responses``, for clients that come back to them; 0 keeps none."""
-    max_stored_bytes: int = 64 << 20
-    stored_response_seconds: float = 86_400.0
+    responses: ResponsesConfig = field(default_factory=ResponsesConfig)

@@ -66,9 +66,7 @@ class Router:
         self.access = Access(config.door, self.model_name)
         self.started_at = int(time.time())
         self.is_draining = False
-        self.responses = ResponseStore(
-            config.max_stored_responses, config.max_stored_bytes, config.stored_response_seconds
-        )
+        self.responses = ResponseStore(config.responses)
         self._streams: set[Stream] = set()
         self._is_quiet = asyncio.Event()
         self._compiling = ThreadPoolExecutor(MAX_COMPILING, "prepare")

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, Tag, model_validator
 
 from ...core.request import MAX_LOGPROBS
-from ..openai_api import Body, ListOf, RequestFields, Unsupported
+from ..openai_api import Body, ListOf, NamedSchema, RequestFields, Unsupported
 from ..openai_errors import refusal, shown
 from .items import Item, one_of, only
 
@@ -52,14 +52,8 @@ class JsonObject(Body):
     type: Literal["json_object"]
 
 
-class JsonSchema(Body):
-    aliases = frozenset({"schema"})
-
+class JsonSchema(NamedSchema):
     type: Literal["json_schema"]
-    name: str
-    json_schema: Annotated[dict[str, JsonValue], Field(alias="schema")]
-    description: str | None = None
-    strict: bool | None = None
 
 
 Format = Annotated[
@@ -121,6 +115,12 @@ class ResponseRequest(RequestFields):
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar is compiled for it."""
+        has_format = self.text is not None and not isinstance(self.text.format, PlainText | None)
+        return has_format or self.tool_choice not in (None, "none", "auto")
 
     @property
     def shows_logprobs(self) -> bool:

@@ -95,7 +95,7 @@ def _error_code(error: ApiError) -> str:
 def request_members(body: ResponseRequest, prepared: PreparedRequest) -> Json:
     """What the request settles, and the members that its answer fills in later."""
     (choice,) = prepared.choices
-    given = body.model_dump(mode="json", by_alias=True, include={"tools", "tool_choice"})
+    given = body.model_dump(include={"tools", "tool_choice"})
     return {
         "background": False,
         "completed_at": None,
@@ -130,7 +130,7 @@ def request_members(body: ResponseRequest, prepared: PreparedRequest) -> Json:
 
 def _text_config(body: ResponseRequest) -> Json:
     form = body.text and body.text.format
-    shown = form.model_dump(mode="json", by_alias=True, exclude_none=True) if form else {"type": "text"}
+    shown = form.model_dump(by_alias=True) if form else {"type": "text"}
     return {"format": shown, "verbosity": "medium"}
 
 

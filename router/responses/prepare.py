@@ -137,7 +137,7 @@ def chat_members(body: ResponseRequest, items: Sequence[ItemFields]) -> Json:
 
 
 def _function(tool: FunctionTool) -> Json:
-    return tool.model_dump(exclude={"type"}, exclude_none=True)
+    return tool.model_dump(exclude={"type"})
 
 
 def _tool_choice(choice: str | NamedFunction | AllowedTools | None) -> object:
@@ -153,7 +153,7 @@ def _tool_choice(choice: str | NamedFunction | AllowedTools | None) -> object:
 def _response_format(form: PlainText | JsonObject | JsonSchema) -> Json:
     if not isinstance(form, JsonSchema):
         return {"type": form.type}
-    return {"type": form.type, "json_schema": form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)}
+    return {"type": form.type, "json_schema": form.model_dump(by_alias=True, exclude={"type"})}
 
 
 def _in_our_words(error: ApiError) -> ApiError:

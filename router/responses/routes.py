@@ -60,7 +60,6 @@ class KeptResponses:
 
     def __init__(self, router: "Router") -> None:
         self._store = router.responses
-        self._can_keep = router.config.max_stored_responses > 0
 
     def find(self, http: HttpRequest, response_id: str) -> Turn:
         """Raises `ApiError` 404."""
@@ -74,7 +73,7 @@ class KeptResponses:
 
     def keeper(self, http: HttpRequest, body: ResponseRequest) -> Keeper:
         """Raises `ApiError` where the request names a response that is not here."""
-        if body.store and not self._can_keep:
+        if body.store and not self._store.keeps_any:
             raise ApiError.invalid("store", "Invalid 'store': this server keeps no responses.")
         tenant = _tenant(http)
         previous: Turn | None = None
@@ -107,7 +106,7 @@ def creation_routes(routes: APIRouter, router: "Router", kept: KeptResponses) ->
         """Answer a conversation, given whole or as what follows `previous_response_id`."""
         keeper = kept.keeper(http, body)
         num_bytes = sum(turn.num_bytes for turn in turns_to(keeper.previous))
-        return await router.answer(http, partial(prepare_response, body, keeper), more_bytes=num_bytes)
+        return await router.answer(http, partial(prepare_response, body, keeper), num_bytes, body.has_grammar)
 
     @routes.post(
         "/v1/responses/{response_id}/cancel",

@@ -8,6 +8,8 @@ is too much, the tenant who holds most loses what it has not used for longest.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from ...core.config import ResponsesConfig
+
 TURN_BYTES = 1024
 """What a turn costs beside its texts, roughly."""
 
@@ -50,14 +52,16 @@ class _Tenant:
 class ResponseStore:
     """All times are seconds of one clock that does not go back."""
 
-    def __init__(self, max_turns: int, max_bytes: int, max_seconds: float) -> None:
-        self._max_turns = max_turns
-        self._max_bytes = max_bytes
-        self._max_seconds = max_seconds
+    def __init__(self, config: ResponsesConfig) -> None:
+        self._config = config
         self._tenants: dict[str, _Tenant] = {}
         self._named: dict[str, Turn] = {}
         """In the order of their age."""
         self.num_bytes = 0
+
+    @property
+    def keeps_any(self) -> bool:
+        return self._config.max_kept > 0
 
     def __len__(self) -> int:
         """How many can be named."""
@@ -74,7 +78,7 @@ class ResponseStore:
 
     def has_room_for(self, turn: Turn) -> bool:
         """Whether `keep` will keep it, whatever else must go."""
-        return self._max_turns > 0 and sum(each.num_bytes for each in turns_to(turn)) <= self._max_bytes
+        return self.keeps_any and sum(each.num_bytes for each in turns_to(turn)) <= self._config.max_bytes
 
     def keep(self, turn: Turn) -> None:
         """There must be room for it."""
@@ -92,15 +96,15 @@ class ResponseStore:
     def _drop_old(self, now: float) -> None:
         while self._named:
             oldest = next(iter(self._named.values()))
-            if now - oldest.kept_at <= self._max_seconds:
+            if now - oldest.kept_at <= self._config.max_seconds:
                 return
             self.drop(oldest)
 
     def _make_room(self) -> None:
         """For one more turn, whose bytes are counted already."""
-        while len(self._named) >= self._max_turns:
+        while len(self._named) >= self._config.max_kept:
             self._drop_least_used(max(self._tenants.values(), key=lambda tenant: len(tenant.named)))
-        while self.num_bytes > self._max_bytes:
+        while self.num_bytes > self._config.max_bytes:
             losers = [tenant for tenant in self._tenants.values() if tenant.named]
             self._drop_least_used(max(losers, key=lambda tenant: tenant.num_bytes))
 

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from crossdock.core.config import RouterConfig
+from crossdock.core.config import ResponsesConfig, RouterConfig
 from crossdock.core.messages import RequestFailed, Role
 from crossdock.core.request import Request, RequestId, TransferId, unpack_ids
 from crossdock.router.responses.answers import ItemList, ResponseAnswer
@@ -375,10 +375,10 @@ async def test_what_is_not_to_be_stored_is_not(cluster: "Cluster", client: httpx
 def config(config: RouterConfig, request: pytest.FixtureRequest) -> RouterConfig:
     """With the knobs that a test asks for."""
     knobs = getattr(request, "param", {})
-    return replace(config, **knobs)
+    return replace(config, responses=ResponsesConfig(**knobs))
 
 
-@pytest.mark.parametrize("config", [{"max_stored_responses": 2}], indirect=True)
+@pytest.mark.parametrize("config", [{"max_kept": 2}], indirect=True)
 async def test_the_least_recently_used_response_makes_room(cluster: "Cluster", client: httpx.AsyncClient) -> None:
     await serving(cluster)
     ids = [(await post(client, input="one")).json()["id"] for _ in range(3)]
@@ -386,7 +386,7 @@ async def test_the_least_recently_used_response_makes_room(cluster: "Cluster", c
     assert statuses == [404, 200, 200]
 
 
-@pytest.mark.parametrize("config", [{"max_stored_bytes": 100}, {"max_stored_responses": 0}], indirect=True)
+@pytest.mark.parametrize("config", [{"max_bytes": 100}, {"max_kept": 0}], indirect=True)
 async def test_a_response_says_that_it_is_not_kept_where_there_is_no_room(
     cluster: "Cluster", client: httpx.AsyncClient
 ) -> None:
@@ -397,12 +397,38 @@ async def test_a_response_says_that_it_is_not_kept_where_there_is_no_room(
     assert (await client.get(f"/v1/responses/{made['id']}")).status_code == 404
 
 
-@pytest.mark.parametrize("config", [{"max_stored_responses": 0}], indirect=True)
+@pytest.mark.parametrize("config", [{"max_kept": 0}], indirect=True)
 async def test_a_router_that_keeps_nothing_says_so_to_who_asks_for_it(
     cluster: "Cluster", client: httpx.AsyncClient
 ) -> None:
     await serving(cluster)
     assert error_of(await post(client, input="one", store=True)) == (400, "store", None)
+
+
+# --- formats -----------------------------------------------------------------------------------
+
+
+async def test_a_format_is_the_grammar_that_a_chat_with_it_has(cluster: "Cluster", client: httpx.AsyncClient) -> None:
+    seen: list[str] = []
+    (worker,) = await cluster.add(Role.MIXED)
+
+    def script(request: Request) -> list[int]:
+        seen.append(request.params.grammar)
+        return cluster.script(request)
+
+    worker.behaviour.script = script
+    schema = {"type": "object", "properties": {"a": {"type": ["integer", "null"], "default": None}}, "required": ["a"]}
+    form = {"type": "json_schema", "name": "thing", "schema": schema, "strict": True}
+    made = (await post(client, input="x", text={"format": form})).json()
+    assert made["text"] == {"format": {**form, "description": None}, "verbosity": "medium"}
+    await post(client, input="x", text={"format": {"type": "json_object"}})
+    named = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+    for asked in (named, {"type": "json_object"}):
+        body = {"messages": [{"role": "user", "content": "x"}], "response_format": asked}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert seen[:2] == seen[2:] and all(seen)
+    broken = {**form, "schema": {"type": "elephant"}}
+    assert error_of(await post(client, input="x", text={"format": broken}))[:2] == (400, "text.format")
 
 
 # --- truncation --------------------------------------------------------------------------------

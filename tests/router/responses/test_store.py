@@ -2,6 +2,7 @@
 
 import random
 
+from crossdock.core.config import ResponsesConfig
 from crossdock.router.responses.store import TURN_BYTES, ResponseStore, Turn, turns_to
 
 SIZE = TURN_BYTES + 10
@@ -13,7 +14,7 @@ def turn(name: str, parent: Turn | None = None, tenant: str = "anna", at: float 
 
 
 def store(max_turns: int = 100, max_bytes: int = 100 * SIZE, max_seconds: float = 100) -> ResponseStore:
-    return ResponseStore(max_turns, max_bytes, max_seconds)
+    return ResponseStore(ResponsesConfig(max_turns, max_bytes, max_seconds))
 
 
 def kept(store: ResponseStore, *turns: Turn) -> tuple[Turn, ...]:
