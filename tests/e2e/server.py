@@ -5,6 +5,7 @@ import re
 import resource
 import signal
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -59,20 +60,30 @@ class Scrape:
 
 
 class Server:
-    """Started at once; ``log`` receives what router and workers print. ``command`` is ``serve`` or ``router``."""
+    """Started at once; ``log`` receives what router and workers print. ``command`` is ``serve`` or ``router``.
+
+    It speaks TLS where the ``authority`` of its certificate is given.
+    """
 
     def __init__(
-        self, model: str, flags: tuple[str, ...], log: Path, command: str = "serve", port: int | None = None
+        self,
+        model: str,
+        flags: tuple[str, ...],
+        log: Path,
+        command: str = "serve",
+        port: int | None = None,
+        authority: Path | None = None,
     ) -> None:
         self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'http' if authority is None else 'https'}://127.0.0.1:{self.port}"
         self._log = log
         command_line = crossdock_command(command, model, "--port", str(self.port), *flags)
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command_line, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        trusted = ssl.create_default_context(cafile=authority)
+        self.client = httpx.Client(base_url=self.url, timeout=60, verify=trusted)
 
     @property
     def log(self) -> str:
@@ -158,9 +169,9 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path | str, log: Path, *flags: str) -> Iterator[Server]:
+def serving(model: Path | str, log: Path, *flags: str, authority: Path | None = None) -> Iterator[Server]:
     """A healthy server, on one compute thread a worker, that ends with the block."""
-    server = Server(str(model), ("--threads", "1", *flags), log)
+    server = Server(str(model), ("--threads", "1", *flags), log, authority=authority)
     try:
         server.wait_until_healthy()
         yield server
