@@ -6,6 +6,7 @@ How a request passes through, from the client to the workers and back:
 ``server``            the process: listening socket, signals, drain
 ``app``               what all endpoints share, and the app that they make together
 ``*_routes``          the endpoints; ``openapi`` describes them, ``openai_answers`` their answers
+``access``            the door: keys, limits, tenants, usage, TLS, request ids, deadlines
 ``openai_api``        the bodies of requests; ``openai_errors`` the answers that are no result
 ``prepare``           a body becomes choices in tokens (``prompts``, ``sampling``, ``chat_template``)
 ``offline``           the same door for `LLM`, which has no bodies

@@ -106,8 +106,12 @@ def _key_ring(config: DoorConfig) -> KeyRing | None:
     """``None`` where nobody needs a key."""
     if config.api_keys is None and config.api_key is None:
         return None
-    only = [record_of(ONLY_KEY_NAME, config.api_key)] if config.api_key is not None else []
-    return KeyRing([*only, *(read_keys(config.api_keys) if config.api_keys is not None else [])])
+    records = read_keys(config.api_keys) if config.api_keys is not None else []
+    if config.api_key is None:
+        return KeyRing(records)
+    if any(record.name == ONLY_KEY_NAME for record in records):
+        raise KeyFileError(f"the keys file names a key {ONLY_KEY_NAME!r}, as the one beside it is named")
+    return KeyRing([*records, record_of(ONLY_KEY_NAME, config.api_key)])
 
 
 def _caller(ring: KeyRing, headers: Mapping[str, str]) -> Caller:

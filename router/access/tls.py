@@ -44,16 +44,25 @@ class Certificate:
 
     def renew(self) -> None:
         """Connections from now on get the certificate that `is_renewed` has found; those that are open keep theirs."""
-        self.context.load_cert_chain(self._certificate, self._key, password="")
-        _log.info("read the certificate %s again", self._certificate)
+        try:
+            _load(self.context, self._certificate, self._key)
+        except TlsError as error:  # it has changed once more: the next look finds what it is then
+            _log.error("the certificate is not renewed: %s", error)
+        else:
+            _log.info("read the certificate %s again", self._certificate)
 
 
 def _context(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
+    _load(context, certificate, key)
+    return context
+
+
+def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    """Raises `TlsError`."""
     try:
         context.load_cert_chain(certificate, key, password="")  # or it would ask for one at the terminal
     except (OSError, ssl.SSLError) as error:
         raise TlsError(f"{certificate} and {key} are no certificate with its key: {error}") from None
-    return context

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from crossdock.core.config import DoorConfig, RouterConfig
 from crossdock.core.messages import Role
@@ -304,6 +305,40 @@ async def test_a_stream_out_of_time_ends_with_an_error_event(cluster: "Cluster",
     assert '"error":{"message":"the request took longer than 0.2 s","type":"server_error"' in last
     assert 1 <= len(chunks) <= 4
     assert '"finish_reason":null' in chunks[-1]
+
+
+async def test_a_body_that_does_not_come_in_time_is_a_408(client: httpx.AsyncClient) -> None:
+    async def trickle() -> AsyncIterator[bytes]:
+        yield b'{"prompt":'
+        await asyncio.sleep(5)
+
+    headers = {**of("alice"), "content-type": "application/json", "x-request-timeout": "0.1"}
+    for _ in range(3):  # one more than alice may have at a time
+        response = await client.post("/v1/completions", content=trickle(), headers=headers)
+        assert (response.status_code, error_of(response)["message"]) == (
+            408,
+            "the request's body did not come within 0.1 s",
+        )
+
+
+async def test_a_client_that_leaves_within_its_body_gives_its_place_back(
+    cluster: "Cluster", client: httpx.AsyncClient
+) -> None:
+    await cluster.add(Role.MIXED)
+    sent: list[Message] = []
+
+    async def leave() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(name.encode(), value.encode()) for name, value in of("alice").items()]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    for _ in range(3):
+        await create_app(cluster.router)(dict(scope), leave, send)
+    assert sent == []
+    assert (await complete(client, of("alice"))).status_code == 200
 
 
 @pytest.mark.parametrize("asked", ["soon", "0", "-1", "nan", "inf", "1e9", ""])

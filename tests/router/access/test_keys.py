@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from crossdock.core.config import DoorConfig
+from crossdock.router.access.access import Access
 from crossdock.router.access.caller import Caller, KeyLimits
 from crossdock.router.access.key_file import FileChanges, KeyFileError, add_key, read_keys, revoke_key
 from crossdock.router.access.keys import KeyRecord, KeyRing, new_key, record_of
@@ -110,6 +112,13 @@ def test_two_lines_with_one_name_or_no_file_at_all_are_no_keys(path: Path) -> No
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(KeyFileError, match="two keys with the name 'alice'"):
         read_keys(path)
+
+
+def test_a_key_of_the_file_may_not_pass_for_the_one_beside_it(path: Path) -> None:
+    add_key(path, record_of("default", new_key()))
+    Access(DoorConfig(api_keys=path), "toy")
+    with pytest.raises(KeyFileError, match="the keys file names a key 'default'"):
+        Access(DoorConfig(api_keys=path, api_key="letmein"), "toy")
 
 
 def test_a_changed_file_is_noticed_once(path: Path) -> None:
