@@ -38,12 +38,12 @@ class Access:
         self._ring = _key_ring(config)
         self._usage = UsageLog(config.usage_db) if config.usage_db is not None else None
 
-    def visit(self, method: str, path: str, headers: Mapping[str, str]) -> Visit:
+    def visit(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> Visit:
         """A request with these headers (names in lower case) is here; raises `ApiError` for one that may not come in.
 
         Only requests that make work (``POST``) count towards the limits.
         """
-        deadline = self._deadline(headers.get(TIMEOUT_HEADER))
+        deadline = self._deadline(headers.get(TIMEOUT_HEADER.encode()))
         caller = ANYONE if self._ring is None or path in self._config.public_paths else _caller(self._ring, headers)
         account = self._account(caller) if method == "POST" else None
         return Visit(caller, account, deadline, self._record, self._clock)
@@ -55,9 +55,9 @@ class Access:
             self._accounts[caller.name] = Account(caller.limits, self._clock())
         return self._accounts[caller.name]
 
-    def _deadline(self, asked: str | None) -> Deadline | None:
+    def _deadline(self, asked: bytes | None) -> Deadline | None:
         """The sooner of the client's and the server's own."""
-        limits = [self._config.request_timeout_seconds, None if asked is None else _timeout(asked)]
+        limits = [self._config.request_timeout_seconds, None if asked is None else _timeout(asked.decode("latin-1"))]
         seconds = min((limit for limit in limits if limit is not None), default=None)
         return None if seconds is None else Deadline(self._clock() + seconds, seconds)
 
@@ -114,12 +114,12 @@ def _key_ring(config: DoorConfig) -> KeyRing | None:
     return KeyRing([*records, record_of(ONLY_KEY_NAME, config.api_key)])
 
 
-def _caller(ring: KeyRing, headers: Mapping[str, str]) -> Caller:
+def _caller(ring: KeyRing, headers: Mapping[bytes, bytes]) -> Caller:
     """Raises `ApiError` 401."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        key = headers.get("x-api-key", "")
-    key = key.strip()
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        given = headers.get(b"x-api-key", b"")
+    key = given.decode("latin-1").strip()
     if not key:
         raise ApiError.unauthorized("No API key was given: send the header 'Authorization: Bearer YOUR_KEY'.")
     caller = ring.find(key)

@@ -1,6 +1,5 @@
 """ASGI middleware: a request is let in, counted and given its deadline before any of its body is read."""
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..openai_errors import ApiError
@@ -20,7 +19,7 @@ class Admission:
             await self._app(scope, receive, send)
             return
         try:
-            visit = self._access.visit(scope["method"], scope["path"], Headers(scope=scope))
+            visit = self._access.visit(scope["method"], scope["path"], dict(scope["headers"]))
             if visit.is_limited:
                 send = adding_headers(send, visit.headers)
             visit.enter()

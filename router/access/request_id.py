@@ -1,16 +1,15 @@
 """Every answer carries ``x-request-id``: the client's own, or a new one."""
 
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..openai_errors import ApiError
 
 HEADER = "x-request-id"
-_ACCEPTABLE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_ACCEPTABLE = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class RequestIds:
@@ -26,9 +25,9 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER)
+        given = dict(scope["headers"]).get(HEADER.encode())
         is_acceptable = given is not None and _ACCEPTABLE.fullmatch(given) is not None
-        request_id = given if given is not None and is_acceptable else f"req_{uuid.uuid4().hex}"
+        request_id = given.decode() if given is not None and is_acceptable else f"req_{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
         sending = adding_headers(send, lambda: {HEADER: request_id})
         if given is None or is_acceptable:

@@ -1,5 +1,8 @@
 """What one key has used of its limits."""
 
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from crossdock.router.access.account import Account, Limit, OverLimit, Standing
 from crossdock.router.access.caller import KeyLimits
 
@@ -62,3 +65,50 @@ def test_other_limits_keep_what_was_used_and_what_is_open() -> None:
     account.change(KeyLimits(), now=0.0)
     account.settle(50, 10, 0.0)
     assert account.standings(0.0) == []
+
+
+class Life(RuleBasedStateMachine):
+    """Requests of one key in any order, against the plainest bookkeeping there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.account = Account(KeyLimits(requests_per_minute=30, tokens_per_minute=300, max_concurrent=3), 0.0)
+        self.open: list[int] = []
+        self.num_entered = self.num_used = 0
+
+    @rule(pause=st.floats(0, 20))
+    def wait(self, pause: float) -> None:
+        self.now += pause
+
+    @rule(most=st.integers(1, 500))
+    def arrive(self, most: int) -> None:
+        refused = self.account.enter(self.now)
+        if refused is not None:
+            assert refused.seconds > 0
+            return
+        self.num_entered += 1
+        reserved = self.account.reserve(most, self.now)
+        if isinstance(reserved, OverLimit):
+            self.account.leave()
+        else:
+            assert reserved == min(most, 300)
+            self.open.append(reserved)
+
+    @precondition(lambda self: self.open)
+    @rule(share=st.floats(0, 1))
+    def depart(self, share: float) -> None:
+        reserved = self.open.pop()
+        used = int(reserved * share)
+        self.num_used += used
+        self.account.settle(reserved, used, self.now)
+        self.account.leave()
+
+    @invariant()
+    def nobody_gets_more_than_the_limits_allow(self) -> None:
+        assert self.account.num_open == len(self.open) <= 3
+        assert self.num_entered <= 30 + self.now * 30 / 60 + 1e-6
+        assert self.num_used + sum(self.open) <= 300 + self.now * 300 / 60 + 1e-6
+
+
+TestLife = Life.TestCase
