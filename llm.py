@@ -33,7 +33,7 @@ from .core.messages import (
     WorkerCard,
 )
 from .core.part import Delivery, Part, TransferFailed
-from .core.request import Request, RequestId, SamplingParams, TransferId
+from .core.request import Fork, Request, RequestId, SamplingParams, TransferId
 from .core.sequence import FinishReason
 from .decode.part import DecodePart
 from .deploy.model_source import resolve
@@ -89,16 +89,17 @@ class LLM:
         loaded = load_model(
             source.path, fingerprint, CLUSTER_KEY, config, load_vocabulary=lambda: self._text.vocabulary
         )
-        self._limits = Limits(model, loaded.max_model_len, loaded.spec.vocab_size, MAX_CHOICES)
         self._card = WorkerCard(
             role=Role.MIXED,
             model=fingerprint,
             layout=loaded.layout,
             num_blocks=loaded.tables.pool.num_blocks,
             max_model_len=loaded.max_model_len,
+            max_num_seqs=config.max_num_seqs,
             vocab_size=loaded.spec.vocab_size,
             num_layer_groups=loaded.executor.num_layer_groups,
         )
+        self._limits = Limits(model, loaded.max_model_len, loaded.spec.vocab_size, MAX_CHOICES, (self._card,))
         self._config = config
         self._executor = loaded.executor
         self._may_run = loaded.grammars.may_run_at_once
@@ -164,18 +165,23 @@ class LLM:
     ) -> list[RequestOutput]:
         choices = batch_choices(prompts, params, self._text, self._limits, partial(secrets.randbits, SEED_BITS))
         answers = [[_Answer(OutputAssembler(self._text, choice)) for choice in of_prompt] for of_prompt in choices]
-        self._run([answer for of_prompt in answers for answer in of_prompt], show_progress)
+        self._run(answers, show_progress)
         return [_request_output(prompt, of_prompt) for prompt, of_prompt in zip(prompts, answers, strict=True)]
 
-    def _run(self, answers: Seq["_Answer"], show_progress: bool) -> None:
+    def _run(self, answers: Seq[Seq["_Answer"]], show_progress: bool) -> None:
         """Step until every answer has its end. Whatever else ends that leaves an engine without a past."""
-        running = {RequestId(str(number)): answer for number, answer in enumerate(answers)}
+        tasks = [_task(number, [answer.assembler.choice for answer in group]) for number, group in enumerate(answers)]
+        running = {
+            choice.request_id: answer
+            for task, group in zip(tasks, answers, strict=True)
+            for choice, answer in zip(task.request.choices, group, strict=True)
+        }
         is_finished = False
         try:
-            with tqdm(total=len(answers), desc="requests", disable=not show_progress) as progress:
+            with tqdm(total=len(running), desc="requests", disable=not show_progress) as progress:
                 self._collector.begin(running, progress)
-                for request_id, answer in running.items():
-                    self._tell(_task(request_id, answer.assembler.choice))
+                for task in tasks:
+                    self._tell(task)
                 self._step_until_done()
             is_finished = True
         finally:
@@ -264,8 +270,12 @@ def _request_output(prompt: PreparedPrompt, answers: Seq[_Answer]) -> RequestOut
     )
 
 
-def _task(request_id: RequestId, choice: Choice) -> PrefillTask:
-    request = Request(request_id=request_id, prompt=choice.prompt.packed, params=choice.params)
+def _task(number: int, choices: Seq[Choice]) -> PrefillTask:
+    """All choices of one prompt: the first with the others as its forks."""
+    first, *others = choices
+    forks = tuple(Fork(RequestId(f"{number}-{choice.index}"), choice.params.seed or 0) for choice in others)
+    request_id = RequestId(f"{number}-{first.index}")
+    request = Request(request_id=request_id, prompt=first.prompt.packed, params=first.params, forks=forks)
     return PrefillTask(request=request, transfer_id=TransferId(request_id), decode=HERE)
 
 

@@ -126,6 +126,7 @@ class Worker:
             layout=model.layout,
             num_blocks=num_blocks,
             max_model_len=model.max_model_len,
+            max_num_seqs=config.engine.max_num_seqs,
             vocab_size=model.spec.vocab_size,
             num_layer_groups=num_groups,
             transports=tuple(transport.card for transport in transports),

@@ -18,7 +18,7 @@ from crossdock.core.messages import (
     WorkerCard,
 )
 from crossdock.core.part import Delivery, TransferFailed
-from crossdock.core.request import Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
+from crossdock.core.request import Fork, Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
 from crossdock.decode.part import DecodePart
 from crossdock.model.engine import Engine, Step
 from crossdock.model.startup import LoadedModel
@@ -86,6 +86,7 @@ class OfflineEngine:
             layout=model.layout,
             num_blocks=model.tables.pool.num_blocks,
             max_model_len=model.max_model_len,
+            max_num_seqs=config.max_num_seqs,
             vocab_size=model.spec.vocab_size,
             num_layer_groups=model.executor.num_layer_groups,
         )
@@ -105,12 +106,19 @@ class OfflineEngine:
 
     def add(self, prompt: Seq[int], params: SamplingParams) -> tuple[RequestId, Answer]:
         """Queue a request; its answer grows while `step` runs."""
+        [added] = self.add_choices(prompt, params, ()).items()
+        return added
+
+    def add_choices(self, prompt: Seq[int], params: SamplingParams, seeds: Seq[int]) -> dict[RequestId, Answer]:
+        """Queue a request and a fork for each of ``seeds``."""
         self._num_requests += 1
-        request_id, answer = RequestId(str(self._num_requests)), Answer()
-        self._collector.answers[request_id] = answer
-        request = Request(request_id=request_id, prompt=pack_ids(list(prompt)), params=params)
+        request_id = RequestId(str(self._num_requests))
+        forks = tuple(Fork(RequestId(f"{request_id}.{number}"), seed) for number, seed in enumerate(seeds))
+        request = Request(request_id=request_id, prompt=pack_ids(list(prompt)), params=params, forks=forks)
+        answers = {choice.request_id: Answer() for choice in request.choices}
+        self._collector.answers |= answers
         self._tell(PrefillTask(request=request, transfer_id=TransferId(request_id), decode=HERE))
-        return request_id, answer
+        return answers
 
     def abort(self, request_id: RequestId) -> None:
         self._tell(Abort(request_id=request_id))

@@ -124,6 +124,7 @@ CARD = WorkerCard(
     layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, dtype="float32"),
     num_blocks=1 << 20,
     max_model_len=1 << 20,
+    max_num_seqs=64,
     vocab_size=VOCAB_SIZE,
     num_layer_groups=1,
 )

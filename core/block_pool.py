@@ -106,6 +106,9 @@ class BlockPool:
         assert self._hashes[block] is None, f"block {block} already carries a hash"
         self._hashes[block] = block_hash
 
+    def num_references(self, block: int) -> int:
+        return self._num_references[block]
+
     def hash_of(self, block: int) -> bytes | None:
         return self._hashes[block]
 

@@ -1,15 +1,20 @@
 """The one place where sequences get and lose blocks.
 
-It keeps two promises. A hash is published only when the KV of its block is written (``num_computed``
-covers it). A block is given back only when no launched step can still write to it (``num_in_flight`` is 0).
+It keeps three promises. A hash is published only when the KV of its block is written (``num_computed``
+covers it). A block is given back only when no launched step can still write to it (``num_in_flight`` is 0). A block
+is written only for its one holder: sequences that fork after a prompt hold the same blocks, and each gets a copy of a
+partial last one, at the step in which it first writes there, as long as others still hold it.
 ``sequence.num_published`` counts blocks from the start: those published, or found published by `reuse`.
 """
+
+from collections import Counter
+from collections.abc import Sequence as Seq
 
 from .block_hash import BlockHasher
 from .block_pool import BlockPool
 from .prefix_cache import PrefixCache
-from .request import pack_ids
-from .sequence import Sequence
+from .request import Request, pack_ids
+from .sequence import Chunk, Sequence
 
 
 class BlockTables:
@@ -18,6 +23,7 @@ class BlockTables:
         self.prefixes = prefixes
         self.block_size = block_size
         self._hasher = hasher
+        self._being_copied: Counter[int] = Counter()
 
     def emptied(self) -> "BlockTables":
         """Tables of the same shape whose blocks are all free, for when nobody who held these is left."""
@@ -41,13 +47,55 @@ class BlockTables:
         return sequence.num_computed
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Blocks for ``num_tokens`` tokens in all. Raises `OutOfBlocks`, having changed nothing."""
+        """Blocks for ``num_tokens`` tokens in all. Raises `OutOfBlocks`, having changed nothing.
+
+        A shared block that would be written next is replaced by one that the next chunk makes a copy of it.
+        """
         assert not sequence.is_released, "a released sequence gets no blocks"
-        sequence.blocks += self.pool.take(self.num_missing(sequence, num_tokens))
+        is_shared = sequence.may_share_tail and self._is_tail_shared(sequence)
+        blocks = self.pool.take(self.num_missing(sequence, num_tokens) + is_shared)
+        if is_shared:
+            tail = sequence.num_scheduled // self.block_size
+            sequence.copy_from, sequence.blocks[tail] = sequence.blocks[tail], blocks.pop()
+            self._being_copied[sequence.copy_from] += 1
+        sequence.may_share_tail = False
+        sequence.blocks += blocks
+
+    def _is_tail_shared(self, sequence: Sequence) -> bool:
+        """The reference of a copy under way no longer counts: it reads before the last holder writes."""
+        block = sequence.blocks[sequence.num_scheduled // self.block_size]
+        return self.pool.num_references(block) - self._being_copied[block] > 1
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that `grow` would take."""
         return max(0, -(-num_tokens // self.block_size) - len(sequence.blocks))
+
+    def split(self, sequence: Sequence, first_token_ids: Seq[int | None]) -> list[Sequence]:
+        """One sequence for each choice that goes on from a first token, once the prompt and nothing else is computed.
+
+        ``sequence`` goes on as the first choice, or is released if that one does not.
+        """
+        (request, *forks), (token_id, *others) = sequence.request.choices, first_token_ids
+        sequence.request = request
+        going_on = [
+            self._fork(sequence, fork, other) for fork, other in zip(forks, others, strict=True) if other is not None
+        ]
+        if token_id is None:
+            self.release(sequence)
+            return going_on
+        sequence.token_ids[sequence.num_prompt :] = [token_id]
+        return [sequence, *going_on]
+
+    def _fork(self, sequence: Sequence, request: Request, first_token_id: int) -> Sequence:
+        num_prompt, blocks = sequence.num_prompt, list(sequence.blocks)
+        assert sequence.num_scheduled == sequence.num_computed == num_prompt, "forks part where the prompt ends"
+        for block in blocks:
+            self.pool.share(block)
+        fork = Sequence(request, [*sequence.token_ids[:num_prompt], first_token_id], num_prompt, blocks)
+        fork.block_hashes, fork.num_published = list(sequence.block_hashes), sequence.num_published
+        fork.num_scheduled = fork.num_computed = num_prompt
+        fork.may_share_tail = sequence.may_share_tail = num_prompt % self.block_size > 0
+        return fork
 
     def publish(self, sequence: Sequence) -> None:
         """Publish every full block whose KV is written and whose token ids the host knows, output tokens too.
@@ -69,8 +117,12 @@ class BlockTables:
         sequence.is_released = True
         self._give_back_if_idle(sequence)
 
-    def step_done(self, sequence: Sequence) -> None:
-        """One launched step of the sequence has finished on the device."""
+    def step_done(self, chunk: Chunk) -> None:
+        """The step with this chunk has finished on the device."""
+        sequence = chunk.sequence
+        if chunk.copy_from is not None:
+            self._being_copied[chunk.copy_from] -= 1
+            self.pool.give_back([chunk.copy_from])
         assert sequence.num_in_flight > 0, "no step of this sequence is in flight"
         sequence.num_in_flight -= 1
         if sequence.is_released:
@@ -82,6 +134,7 @@ class BlockTables:
         assert not sequence.is_released, "a released sequence does not come back"
         self._give_back_if_idle(sequence)
         sequence.num_published = sequence.num_scheduled = sequence.num_computed = 0
+        sequence.may_share_tail = False
 
     def _give_back_if_idle(self, sequence: Sequence) -> None:
         if sequence.num_in_flight == 0:

@@ -79,9 +79,16 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     num_blocks: int
     max_model_len: int
+    max_num_seqs: int
     vocab_size: int
     num_layer_groups: int
     transports: tuple[TransportCard, ...] = ()
+
+    def max_choices(self, num_prompt_tokens: int) -> int:
+        """So many choices of one request over such a prompt can run here side by side."""
+        if num_prompt_tokens % self.layout.block_size == 0:
+            return self.max_num_seqs
+        return min(self.max_num_seqs, 1 + self.num_blocks - self.layout.num_blocks_for(num_prompt_tokens))
 
 
 class PoolBooks(msgspec.Struct, frozen=True):
@@ -167,7 +174,11 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class PrefillTask(Message, frozen=True, tag="prefill_task"):
-    """Router to prefill worker: compute this prompt; ``decode`` (maybe the same worker) goes on from there."""
+    """Router to prefill worker: compute this prompt; ``decode`` (maybe the same worker) goes on from there.
+
+    A request with forks stands for all its choices: each has its first token drawn from the same logits, its own
+    `TokenDelta`, `RequestFailed` and `Abort`, under its own id.
+    """
 
     request: Request
     transfer_id: TransferId
@@ -194,7 +205,10 @@ class Tokens(Message, frozen=True, tag="tokens"):
 
 
 class PromptLogprobs(Message, frozen=True, tag="prompt_logprobs"):
-    """Worker to router, before the first token: ``logprobs[i]`` belongs to prompt position ``start + i``."""
+    """Worker to router, before the first token: ``logprobs[i]`` belongs to prompt position ``start + i``.
+
+    Told once for all choices, under the id of one of them.
+    """
 
     request_id: RequestId
     start: int
@@ -268,17 +282,18 @@ class Renew(Message, frozen=True, tag="renew"):
 
 
 class Commit(Message, frozen=True, tag="commit"):
-    """Prefill to decode: every byte has been pushed, go on from this first token.
+    """Prefill to decode: every byte has been pushed, go on from these first tokens, one a choice of the request.
 
-    ``num_block_groups`` is the number of (block, layer group) pairs that must have landed. Sampler state
-    needs no field: a draw depends on the seed and the output index alone, penalties on the tokens.
+    ``None`` stands for a choice that goes no further. ``num_block_groups`` is the number of (block, layer group) pairs
+    that must have landed. Sampler state needs no field: a draw depends on the seed and the output index alone,
+    penalties and grammars on the tokens.
     """
 
     transfer_id: TransferId
     lease_id: LeaseId
     generation: int
     num_block_groups: int
-    first_token_id: int
+    first_token_ids: list[int | None]
 
 
 class Attached(Message, frozen=True, tag="attached"):

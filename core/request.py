@@ -9,6 +9,7 @@ from array import array
 from typing import NewType
 
 import msgspec
+from msgspec.structs import replace
 
 RequestId = NewType("RequestId", str)
 TransferId = NewType("TransferId", str)
@@ -70,10 +71,19 @@ def unpack_ids(packed: bytes) -> list[int]:
     return ids.tolist()
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One sequence to generate. ``salt`` separates tenants in the prefix cache (core/block_hash.py).
+class Fork(msgspec.Struct, frozen=True):
+    """A further choice over the prompt of a request: what sets it apart."""
 
-    ``trace`` is the W3C ``traceparent`` of this attempt where its request is traced, else empty.
+    request_id: RequestId
+    seed: int
+    trace: str = ""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One sequence to generate, and its forks: more over the same prompt, which is computed and shipped once for all.
+
+    ``salt`` separates tenants in the prefix cache (core/block_hash.py); a lower ``priority`` goes first; ``trace`` is
+    the W3C ``traceparent`` of this attempt where its request is traced, else empty.
     """
 
     request_id: RequestId
@@ -82,6 +92,22 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     salt: bytes = b""
     priority: int = 0
     trace: str = ""
+    forks: tuple[Fork, ...] = ()
+
+    @property
+    def choices(self) -> "tuple[Request, ...]":
+        """The requests without forks that this one stands for: itself, then one a fork."""
+        if not self.forks:
+            return (self,)
+        return (replace(self, forks=()), *(self._choice(fork) for fork in self.forks))
+
+    def _choice(self, fork: Fork) -> "Request":
+        params = replace(self.params, seed=fork.seed)
+        return replace(self, request_id=fork.request_id, params=params, trace=fork.trace, forks=())
+
+    def num_copies(self, block_size: int) -> int:
+        """Blocks that the forks need when they leave the prompt: a partial last block is nobody's to share."""
+        return len(self.forks) if self.num_prompt_tokens % block_size else 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -19,6 +19,9 @@ class Sequence:
     ``num_computed <= num_scheduled <= num_tokens``. ``num_scheduled`` tokens have their KV written
     once all launched steps have run; ``num_computed`` have it now. ``num_pending`` (0 to 2) is the number of
     tokens that launched steps sample and the host does not know yet; they are counted in ``num_tokens``.
+
+    ``may_share_tail`` says that forks of one prompt may hold the same block where this one writes next, ``copy_from``
+    that the block to be written next is to become a copy of that one first (see `BlockTables`).
     """
 
     request: Request
@@ -32,6 +35,8 @@ class Sequence:
     num_pending: int = 0
     num_in_flight: int = 0
     is_released: bool = False
+    may_share_tail: bool = False
+    copy_from: int | None = None
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":
@@ -62,15 +67,19 @@ class Sequence:
         return self.num_output >= self.request.max_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add a token; the reason if it ends the request.
-
-        A stop token below ``min_tokens`` was barred by the sampler; a stop wins over the length when
-        one token brings both.
-        """
+        """Add a token; the reason if it ends the request."""
         self.token_ids.append(token_id)
-        if token_id in self.request.params.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.token_ids) - self.num_prompt >= self.request.max_tokens else None
+        return ending(self.request, token_id, len(self.token_ids) - self.num_prompt)
+
+
+def ending(request: Request, token_id: int, num_output: int) -> FinishReason | None:
+    """The reason if this token, the last of ``num_output``, ends the request.
+
+    A stop token below ``min_tokens`` was barred by the sampler; a stop wins over the length when one token brings both.
+    """
+    if token_id in request.params.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_output >= request.max_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,8 @@ class Chunk:
     ``samples`` is true when the chunk reaches the last token, so that the step yields the next one.
     When the last token of the chunk was sampled by the step before and is not on the host yet,
     ``takes_pending`` is true and the executor takes it from that step on the device.
-    ``blocks`` covers positions ``0 .. start + num_tokens`` as they were when the step was planned.
+    ``blocks`` covers positions ``0 .. start + num_tokens`` as they were when the step was planned. The block that
+    holds ``start`` becomes a copy of ``copy_from``, if there is one, before anything of the step is computed.
     """
 
     sequence: Sequence
@@ -89,6 +99,7 @@ class Chunk:
     samples: bool
     takes_pending: bool
     blocks: tuple[int, ...]
+    copy_from: int | None = None
 
     @property
     def end(self) -> int:
@@ -101,12 +112,22 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """A token and, if asked for, its log-probabilities; ``is_complete`` as in `ChunkResult`."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    is_complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkResult:
     """What a finished step yielded for one chunk.
 
     ``token_id`` is ``None`` if the chunk samples nothing. ``prompt_logprobs[i]`` belongs to position
     ``chunk.start + i + 1`` and is filled only for requests that asked for it. ``is_complete`` says that the grammar of
-    the request lets nothing follow the token, ``failure`` why there is none and the request can't go on.
+    the request lets nothing follow the token, ``failure`` why there is none and the request can't go on. ``forks`` are
+    the first tokens of the request's forks, from the end of its prompt.
     """
 
     token_id: int | None
@@ -114,6 +135,7 @@ class ChunkResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     is_complete: bool = False
     failure: str = ""
+    forks: tuple[Draw, ...] = ()
 
 
 def take_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
@@ -126,7 +148,8 @@ def take_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     sequence.num_scheduled = end
     sequence.num_in_flight += 1
     sequence.num_pending += samples
-    return Chunk(sequence, start, num_tokens, samples, takes_pending, tuple(sequence.blocks))
+    copy_from, sequence.copy_from = sequence.copy_from, None
+    return Chunk(sequence, start, num_tokens, samples, takes_pending, tuple(sequence.blocks), copy_from)
 
 
 def settle(chunk: Chunk, result: ChunkResult) -> FinishReason | None:

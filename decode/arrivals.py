@@ -7,10 +7,14 @@ The life of an arrival::
               └── Abort, Cancel, dead peer ────┴──> ended; blocks that the sender may still write are quarantined
                                                     until it says that it is quiet, or is dead
 
+An offer of a request with forks is one arrival; with the Commit each choice becomes a sequence of its own, over the
+same blocks. A choice may be aborted alone, the arrival ends with the last of them.
+
 The state of one transfer is the `Receiver`'s; this file gives and takes the blocks. Abort may overtake the Offer it
 is meant for, so the ids of aborted requests are remembered for a while.
 """
 
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,8 +30,8 @@ from ..core.messages import (
     WorkerCard,
 )
 from ..core.part import Delivery, Handover, Outbox, refuse_unfit
-from ..core.request import RequestId, TransferId
-from ..core.sequence import Sequence
+from ..core.request import Request, RequestId, TransferId
+from ..core.sequence import Sequence, ending
 from ..kvtransfer.lease import LeaseBook
 from ..kvtransfer.receiver import Change, Receiver, ReceiverActions, answer_unknown
 
@@ -36,7 +40,7 @@ TOMBSTONE_SECONDS = 30.0
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One offered request.
+    """One offered request; ``wanted`` are its choices that nobody has aborted.
 
     ``receiver`` exists once it has blocks. ``sequence`` owns them until it is handed on or ended; the receiver stays
     a while longer to answer what is repeated, and as long as its blocks are quarantined. The offer with its prompt
@@ -44,15 +48,19 @@ class Arrival:
     """
 
     transfer_id: TransferId
-    request_id: RequestId
+    wanted: set[RequestId]
+    priority: int
     router: Peer
     sender: Peer
     sequence: Sequence | None
     receiver: Receiver | None = None
 
+    def goes_on(self, choice: Request, first_token_id: int) -> bool:
+        return choice.request_id in self.wanted and ending(choice, first_token_id, 1) is None
+
 
 class Arrivals:
-    """All offered requests of one worker, in the order in which they came.
+    """All offered requests of one worker, those that wait for room by priority, then in the order in which they came.
 
     ``num_held_back()`` blocks are left free for running requests; ``attach`` takes over a request whose KV is whole.
     """
@@ -84,7 +92,18 @@ class Arrivals:
     @property
     def num_arriving(self) -> int:
         """Requests that are queued or whose KV is on its way."""
-        return sum(1 for arrival in self._arrivals.values() if arrival.sequence is not None)
+        return sum(len(arrival.wanted) for arrival in self._arrivals.values() if arrival.sequence is not None)
+
+    @property
+    def num_promised(self) -> int:
+        """Blocks that the forks of requests on their way will need for copies."""
+        return sum(self._num_copies(arrival) for arrival in self._arrivals.values() if arrival.receiver is not None)
+
+    def _num_copies(self, arrival: Arrival) -> int:
+        if arrival.sequence is None:
+            return 0
+        most = arrival.sequence.request.num_copies(self._tables.block_size)
+        return max(0, min(most, len(arrival.wanted) - 1))
 
     def handle(self, delivery: Delivery, now: float) -> bool:
         match delivery.message:
@@ -102,16 +121,18 @@ class Arrivals:
             if arrival.receiver is not None:
                 self._act(arrival, arrival.receiver.offered(now))
             return
-        reason = refuse_unfit(offer.request, self._card.vocab_size, self._card.max_model_len)
-        if offer.request.request_id in self._aborted:
+        request = offer.request
+        wanted = {choice.request_id for choice in request.choices} - self._aborted.keys()
+        reason = refuse_unfit(request, self._card)
+        if not wanted:
             reason = "the request was aborted"
         if reason is not None:
             self._outbox.send(sender, Rejected(transfer_id=offer.transfer_id, reason=reason))
             return
-        request = offer.request
-        arrival = Arrival(offer.transfer_id, request.request_id, offer.router, sender, Sequence.of(request))
+        sequence = Sequence.of(request)
+        arrival = Arrival(offer.transfer_id, wanted, request.priority, offer.router, sender, sequence)
         self._arrivals[offer.transfer_id] = arrival
-        self._queue.append(arrival)
+        insort(self._queue, arrival, key=lambda queued: queued.priority)
         self.reserve(now)
 
     def reserve(self, now: float) -> None:
@@ -120,12 +141,15 @@ class Arrivals:
             self._queue.pop(0)
 
     def _reserve(self, arrival: Arrival, now: float) -> bool:
-        """Blocks for the whole prompt: what this worker's prefix cache holds, and new ones for the rest."""
+        """Blocks for the whole prompt: what this worker's prefix cache holds, and new ones for the rest.
+
+        There must be room for the copies that its forks need, too.
+        """
         sequence, tables = arrival.sequence, self._tables
         assert sequence is not None, "a queued arrival has its sequence"
         tables.reuse(sequence, sequence.num_prompt)
         first_missing = len(sequence.blocks)
-        missing = tables.num_missing(sequence, sequence.num_prompt)
+        missing = tables.num_missing(sequence, sequence.num_prompt) + self._num_copies(arrival)
         if missing > tables.pool.num_available - self._num_held_back():
             tables.reset(sequence)
             return False
@@ -137,9 +161,9 @@ class Arrivals:
         return True
 
     def _advance(self, message: Push | Renew | Commit | Cancel, delivery: Delivery, now: float) -> None:
-        if isinstance(message, Commit) and not 0 <= message.first_token_id < self._card.vocab_size:
-            return  # malformed; the lease will run out
         arrival = self._arrivals.get(message.transfer_id)
+        if isinstance(message, Commit) and not self._is_sound(message, arrival):
+            return  # malformed; the lease will run out
         if arrival is None:
             # a push comes from a bulk address, where nobody listens for control; its commit gets the answer
             if not isinstance(message, Push) and (answer := answer_unknown(message)):
@@ -148,6 +172,13 @@ class Arrivals:
             self._act(arrival, arrival.receiver.handle(delivery, now), delivery)
         elif isinstance(message, Cancel) and delivery.sender.incarnation == arrival.sender.incarnation:
             self._unqueue(arrival)
+
+    def _is_sound(self, commit: Commit, arrival: Arrival | None) -> bool:
+        """Tokens of the vocabulary, or none, one a choice."""
+        ids, sequence = commit.first_token_ids, arrival.sequence if arrival is not None else None
+        if sequence is not None and len(ids) != 1 + len(sequence.request.forks):
+            return False
+        return all(token_id is None or 0 <= token_id < self._card.vocab_size for token_id in ids)
 
     def _act(self, arrival: Arrival, actions: ReceiverActions, delivery: Delivery | None = None) -> None:
         """Do what the transfer's state machine asks for after ``delivery``, or by itself."""
@@ -168,22 +199,23 @@ class Arrivals:
         assert sequence is not None, "the blocks leave the arrival once"
         arrival.sequence = None
         if change is Change.ATTACH:
-            self._hand_on(sequence, arrival, receiver.first_token_id)
+            self._hand_on(sequence, arrival, receiver.first_token_ids)
             return
         if change is Change.QUARANTINE:
             del sequence.blocks[len(sequence.blocks) - len(receiver.blocks) :]
             tables.pool.quarantine(receiver.blocks)
         tables.release(sequence)
 
-    def _hand_on(self, sequence: Sequence, arrival: Arrival, first_token_id: int | None) -> None:
-        """The prompt's KV is whole: from here on the request decodes like any other."""
-        assert first_token_id is not None, "the commit brings the first token"
+    def _hand_on(self, sequence: Sequence, arrival: Arrival, first_token_ids: list[int | None]) -> None:
+        """The prompt's KV is whole: from here on every choice decodes like any other request."""
         sequence.num_scheduled = sequence.num_computed = sequence.num_prompt
         self._tables.publish(sequence)
-        if sequence.append(first_token_id) is None:
-            self._attach(Handover(sequence, arrival.router))
-        else:
-            self._tables.release(sequence)
+        going_on = [
+            token_id if token_id is not None and arrival.goes_on(choice, token_id) else None
+            for choice, token_id in zip(sequence.request.choices, first_token_ids, strict=True)
+        ]
+        for choice in self._tables.split(sequence, going_on):
+            self._attach(Handover(choice, arrival.router))
 
     def _unqueue(self, arrival: Arrival) -> None:
         """Forget an offer that never got blocks."""
@@ -195,8 +227,10 @@ class Arrivals:
     def abort(self, request_id: RequestId, now: float) -> None:
         """The client is gone, or the other leg failed; an offer still on its way will be rejected."""
         self._aborted[request_id] = now + TOMBSTONE_SECONDS
-        for arrival in self._where(lambda arrival: arrival.request_id == request_id):
-            self._revoke(arrival, "aborted by the client", now)
+        for arrival in self._where(lambda arrival: request_id in arrival.wanted):
+            arrival.wanted.remove(request_id)
+            if not arrival.wanted:
+                self._revoke(arrival, "aborted by the client", now)
 
     def lose(self, peer: Peer, now: float) -> None:
         """A dead sender pushes no more, a dead router reads no tokens."""

@@ -6,6 +6,8 @@
                                    gives way         v     │ room again: computes prompt and output
                                                     preempted
 
+Of a request with forks one copy of the KV arrives; from then on each choice is a request of its own.
+
 A running request yields a token a step. Whatever ends it frees its blocks at once, or as soon as the step on
 the device that still writes to them has ended.
 """
@@ -54,7 +56,7 @@ class DecodePart:
     @property
     def num_held_back(self) -> int:
         """Blocks that no newcomer, here or in the prefill part, may take."""
-        return self._scheduler.num_held_back
+        return self._scheduler.num_held_back + self._arrivals.num_promised
 
     @property
     def num_requests(self) -> int:

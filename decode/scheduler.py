@@ -1,5 +1,7 @@
 """Which requests decode in the next step, and who gives way when blocks run out."""
 
+from bisect import insort
+
 from ..core.block_pool import OutOfBlocks
 from ..core.block_tables import BlockTables
 from ..core.part import MayRun, StepBudget
@@ -7,11 +9,11 @@ from ..core.sequence import Chunk, Sequence, take_chunk
 
 
 class DecodeScheduler:
-    """Continuous batching: every running request that may takes part in every step, oldest first.
+    """Continuous batching: every running request that may takes part in every step, by priority, then oldest first.
 
-    A request holds blocks and runs, or was preempted and holds none. When one can't get its next block the
-    youngest with blocks gives way: once its step has ended it loses them, and later computes prompt and output
-    tokens again, as chunks within the step's budget. The oldest request always finds room in the end, since
+    A request holds blocks and runs, or was preempted and holds none. When one can't get its next block the last in
+    this order that has blocks gives way: once its step has ended it loses them, and later computes prompt and output
+    tokens again, as chunks within the step's budget. The first request always finds room in the end, since
     none is longer than the pool; so every request ends.
     """
 
@@ -43,8 +45,8 @@ class DecodeScheduler:
         return any(not sequence.is_at_limit for sequence in self._requests)
 
     def add(self, sequence: Sequence) -> None:
-        """A newcomer whose blocks hold all but its last token; it is the youngest from now on."""
-        self._requests.append(sequence)
+        """A newcomer whose blocks hold all but its last token; it is the youngest of its priority from now on."""
+        insort(self._requests, sequence, key=lambda other: other.request.priority)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a request that ended; its blocks are the caller's affair."""

@@ -53,7 +53,7 @@ class Change(Enum):
     """What to do with the receiver's blocks now."""
 
     ATTACH = auto()
-    """They hold the prompt's KV and belong to the sequence, which goes on from ``first_token_id``."""
+    """They hold the prompt's KV and belong to the sequence, whose choices go on from ``first_token_ids``."""
     GIVE_BACK = auto()
     """Nobody writes to them any more."""
     QUARANTINE = auto()
@@ -87,7 +87,7 @@ class Receiver:
         self.transfer_id = transfer_id
         self.lease = lease
         self.blocks = blocks
-        self.first_token_id: int | None = None
+        self.first_token_ids: list[int | None] = []
         self._first_missing = first_missing
         self._group_bytes = group_bytes
         self._missing = [set(blocks) for _ in group_bytes]
@@ -201,7 +201,7 @@ class Receiver:
                 return NOTHING
             case ReceiverState.RESERVED if commit.num_block_groups == len(self.blocks) * len(self._group_bytes):
                 self.lease.renew(now)
-                self.first_token_id = commit.first_token_id
+                self.first_token_ids = commit.first_token_ids
                 self.state = ReceiverState.COMMITTED
                 return self._attach_if_whole(now)
         reason = f"{commit.num_block_groups} block groups are committed, {len(self.blocks)} blocks reserved"

@@ -93,7 +93,7 @@ class Sender:
         self._lease_seconds = lease_seconds
         self._held: Lease | None = None
         self._num_offers = 0
-        self._first_token_id: int | None = None
+        self._first_token_ids: list[int | None] = []
         self._last_tick = 0.0
         self._next_message = 0.0
         self._commit_deadline = 0.0
@@ -118,10 +118,10 @@ class Sender:
         self._plan.write(group, num_blocks)
         return self._advance(now)
 
-    def finish(self, first_token_id: int, now: float) -> SenderActions:
-        """The whole prompt is written and its first token is sampled."""
+    def finish(self, first_token_ids: list[int | None], now: float) -> SenderActions:
+        """The whole prompt is written and the first token of each choice is sampled."""
         self._plan.write_all()
-        self._first_token_id = first_token_id
+        self._first_token_ids = first_token_ids
         return self._advance(now)
 
     def handle(self, message: Reservation | Attached | Rejected | Revoke, now: float) -> SenderActions:
@@ -182,7 +182,7 @@ class Sender:
         pushes = tuple(self._push(blocks) for blocks in self._plan.take())
         if pushes:
             self._renewed(now)
-        if self._first_token_id is None:
+        if not self._first_token_ids:
             return SenderActions(pushes)
         assert self._plan.is_complete, "a finished prompt is written in all layer groups"
         self.state = SenderState.COMMITTED
@@ -225,14 +225,14 @@ class Sender:
         return PushBlocks(header, blocks.source)
 
     def _commit(self, now: float) -> Commit:
-        assert self._first_token_id is not None, "only a finished prompt is committed"
+        assert self._first_token_ids, "only a finished prompt is committed"
         self._next_message = now + self._granted_seconds / 3
         return Commit(
             transfer_id=self.transfer_id,
             lease_id=self._lease.id,
             generation=self._lease.generation,
             num_block_groups=self._plan.num_block_groups,
-            first_token_id=self._first_token_id,
+            first_token_ids=self._first_token_ids,
         )
 
 

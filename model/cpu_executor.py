@@ -6,20 +6,30 @@ The caller's thread stays free to plan, to talk to peers and to push KV.
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
 import torch
+from msgspec.structs import replace as with_params
 from torch import Tensor
 
 from ..core.kv_layout import KvLayout
-from ..core.sequence import Chunk, ChunkResult
+from ..core.sequence import Chunk, ChunkResult, Draw
 from .batch import Batch, build_batch
-from .executor import Launched, known_ids, next_prompt_ids, sampling_row, scores_prompt, wanted_rows
+from .executor import (
+    Launched,
+    block_copies,
+    forks_of,
+    known_ids,
+    next_prompt_ids,
+    sampling_row,
+    scores_prompt,
+    wanted_rows,
+)
 from .grammar import ConstrainedStep, Grammars
 from .kv_tensors import KvTensors
-from .sampler import SamplingRow, prompt_logprobs, sample
+from .sampler import SamplingRow, TokenMasks, prompt_logprobs, sample
 from .transformer import Transformer
 
 
@@ -39,6 +49,44 @@ class CpuLaunched:
 
     def results(self) -> list[ChunkResult]:
         return self.future.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _WantedDraws:
+    """One row a sampling chunk, then one a fork; ``places[i]`` is the chunk whose logits row ``i`` is drawn from."""
+
+    rows: list[SamplingRow]
+    places: list[int]
+
+
+def _wanted_draws(sampling: Seq[Chunk]) -> _WantedDraws:
+    draws = _WantedDraws([sampling_row(chunk) for chunk in sampling], list(range(len(sampling))))
+    for place, chunk in enumerate(sampling):
+        own = draws.rows[place]
+        for fork in forks_of(chunk):
+            draws.rows.append(replace(own, params=with_params(own.params, seed=fork.seed)))
+            draws.places.append(place)
+    return draws
+
+
+def _draw(
+    logits: Tensor, draws: _WantedDraws, pending: Tensor, masks: TokenMasks | None
+) -> tuple[Tensor, list[ChunkResult]]:
+    """The tokens of all rows, on the device, and what each sampling chunk yields."""
+    num_chunks = len(logits)
+    if len(draws.rows) > num_chunks:
+        logits, pending = logits[draws.places], pending[draws.places]
+        masks = masks.of(draws.places) if masks is not None else None
+    drawn = sample(logits, draws.rows, pending, masks)
+    each = [Draw(*one) for one in zip(drawn.token_ids.tolist(), drawn.logprobs, strict=True)]
+    forks: list[list[Draw]] = [[] for _ in range(num_chunks)]
+    for place, draw in zip(draws.places[num_chunks:], each[num_chunks:], strict=True):
+        forks[place].append(draw)
+    results = [
+        ChunkResult(own.token_id, own.logprobs, forks=tuple(of_forks))
+        for own, of_forks in zip(each[:num_chunks], forks, strict=True)
+    ]
+    return drawn.token_ids, results
 
 
 class CpuExecutor:
@@ -70,10 +118,10 @@ class CpuExecutor:
         launched = CpuLaunched(chunks)
         sampling = [chunk for chunk in chunks if chunk.samples]
         launched.row_of = {id(chunk.sequence): row for row, chunk in enumerate(sampling)}
-        rows = [sampling_row(chunk) for chunk in sampling]
         token_ids = [known_ids(chunk) for chunk in chunks]
         constrained = self._grammars.begin(sampling) if self._grammars else None
-        launched.future = self._device.submit(self._run, launched, token_ids, rows, constrained, previous)
+        draws = _wanted_draws(sampling)
+        launched.future = self._device.submit(self._run, launched, token_ids, draws, constrained, previous)
         launched.future.add_done_callback(lambda _: self._wake())
         return launched
 
@@ -85,7 +133,7 @@ class CpuExecutor:
         self,
         launched: CpuLaunched,
         token_ids: list[list[int]],
-        rows: list[SamplingRow],
+        draws: _WantedDraws,
         constrained: ConstrainedStep | None,
         previous: CpuLaunched | None,
     ) -> list[ChunkResult]:
@@ -96,6 +144,8 @@ class CpuExecutor:
         for chunk, end, token_id in zip(chunks, ends, pending, strict=True):
             if chunk.takes_pending:
                 ids[end - 1] = token_id
+        if copies := block_copies(chunks, self._layout.block_size):
+            self._kv.tensor[copies.destinations] = self._kv.tensor[copies.sources]
         self._clear_opened(chunks)
         wanted = wanted_rows(chunks)
         batch = build_batch(chunks, ids, self._layout, wanted.rows)
@@ -105,10 +155,9 @@ class CpuExecutor:
         if sampling:
             logits = self._transformer.logits(normed[[wanted.of_chunk[i][-1] for i in sampling]])
             masks = constrained.masks() if constrained else None
-            drawn = sample(logits, rows, torch.stack([pending[i] for i in sampling]), masks)
-            launched.sampled = drawn.token_ids
-            for i, token_id, logprobs in zip(sampling, drawn.token_ids.tolist(), drawn.logprobs, strict=True):
-                results[i] = ChunkResult(token_id, logprobs)
+            launched.sampled, found = _draw(logits, draws, torch.stack([pending[i] for i in sampling]), masks)
+            for i, result in zip(sampling, found, strict=True):
+                results[i] = result
         for i, chunk in enumerate(chunks):
             if scores_prompt(chunk):
                 results[i] = self._with_prompt_logprobs(results[i], chunk, normed[wanted.of_chunk[i]])
@@ -144,7 +193,7 @@ class CpuExecutor:
         logits = self._transformer.logits(normed[: len(next_ids)])
         num_top = chunk.sequence.request.params.prompt_logprobs or 0
         scored = prompt_logprobs(logits, torch.tensor(next_ids), num_top)
-        return ChunkResult(result.token_id, result.logprobs, tuple(scored))
+        return replace(result, prompt_logprobs=tuple(scored))
 
 
 def _pending_ids(chunks: Seq[Chunk], previous: CpuLaunched | None) -> list[Tensor]:

@@ -1,21 +1,25 @@
 """One step on a GPU, from packed inputs to tokens on their way to the host: as a graph where one is there."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.kv_layout import LayerGroup
 from ..core.request import TokenLogprobs
-from ..core.sequence import Chunk, ChunkResult
+from ..core.sequence import Chunk, ChunkResult, Draw
+from ..kernels.kv_copy import LOCAL_PROGRAMS, copy_blocks, layer_span
 from ..kernels.sampling import argmax
 from .cuda_attention import DeviceBatch
 from .cuda_graphs import StepGraphs
 from .cuda_layers import CudaNormedLinear
-from .cuda_sampler import CudaSampler, HostLogprobs
+from .cuda_sampler import CudaSampler, HostDraws, HostLogprobs
 from .device_stream import DeviceStream, Mark
+from .executor import BlockCopies, forks_of
 from .grammar import ConstrainedStep
 from .kv_tensors import KvTensors
 from .step_inputs import StepInputs
@@ -30,34 +34,40 @@ NOTHING = ChunkResult(None)
 class RunningStep:
     """A step that is queued on the device: when its layer groups are written, when it is done, and what it yields then.
 
-    ``token_ids`` are those drawn, in the order of ``packed.sampled``; ``scores[i]`` are the pieces of the prompt of
-    ``packed.scored[i]``. Neither may be read before the device has passed ``end``.
+    ``draws`` are those of the step, in the order of ``packed.sampled``; ``scores[i]`` are the pieces of the prompt of
+    ``packed.scored[i]``, ``forks`` the first tokens of all forks of ``packed.forked``. Nothing may be read before the
+    device has passed ``end``.
     """
 
     packed: PackedStep
     group_marks: tuple[Mark, ...]
     end: Mark
-    token_ids: Tensor
-    logprobs: HostLogprobs | None
+    draws: HostDraws
+    forks: HostDraws | None
     scores: tuple[list[HostLogprobs], ...]
 
     def results(self, chunks: Seq[Chunk]) -> list[ChunkResult]:
         """One a chunk, once the device has passed ``end``."""
-        logprobs = self._logprobs()
-        drawn = zip(self.packed.sampled, self.token_ids.tolist(), logprobs, strict=True)
-        results = {id(chunk): ChunkResult(token_id, found) for chunk, token_id, found in drawn if chunk is not None}
+        drawn = zip(self.packed.sampled, self.draws.each(_num_top(self.packed.sampled)), strict=True)
+        results = {id(chunk): ChunkResult(own.token_id, own.logprobs) for chunk, own in drawn if chunk is not None}
+        for chunk, forks in self._forks():
+            results[id(chunk)] = replace(results[id(chunk)], forks=forks)
         for chunk, pieces in zip(self.packed.scored, self.scores, strict=True):
             own = results.get(id(chunk), NOTHING)
-            results[id(chunk)] = ChunkResult(own.token_id, own.logprobs, _prompt_logprobs(chunk, pieces))
+            results[id(chunk)] = replace(own, prompt_logprobs=_prompt_logprobs(chunk, pieces))
         return [results.get(id(chunk), NOTHING) for chunk in chunks]
 
-    def _logprobs(self) -> Seq[TokenLogprobs | None]:
-        sampled = self.packed.sampled
-        if self.logprobs is None:
-            return [None] * len(sampled)
-        wanted = [None if chunk is None else chunk.sequence.request.params.logprobs for chunk in sampled]
-        rows = self.logprobs.rows([num_top or 0 for num_top in wanted])
-        return [None if num_top is None else row for num_top, row in zip(wanted, rows, strict=True)]
+    def _forks(self) -> Iterator[tuple[Chunk, tuple[Draw, ...]]]:
+        if self.forks is None:
+            return
+        forked = [chunk for place in self.packed.forked if (chunk := self.packed.sampled[place]) is not None]
+        each = iter(self.forks.each(_num_top([chunk for chunk in forked for _ in forks_of(chunk)])))
+        for chunk in forked:
+            yield chunk, tuple(islice(each, len(forks_of(chunk))))
+
+
+def _num_top(chunks: Seq[Chunk | None]) -> list[int | None]:
+    return [None if chunk is None else chunk.sequence.request.params.logprobs for chunk in chunks]
 
 
 def _prompt_logprobs(chunk: Chunk, pieces: Seq[HostLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -97,14 +107,25 @@ class CudaRunner:
         """
         with torch.inference_mode(), self._stream.launching():
             self._sampler.seat(packed.newcomers)
+            if packed.copies is not None:
+                self._copy(packed.copies)
             if packed.scored or packed.shape not in self._graphs:
                 return self._run_eagerly(packed, constrained)
             self._inputs.refill(packed)
             self._graphs.replay(packed.shape)
             logits, logprobs = self._logits[: packed.shape.num_sequences], None
+            forks = self._sampler.sample_forks(packed, logits, constrained)
             if not self._sampler.is_plain(packed):
                 logprobs = self._sampler.sample(packed, logits, constrained)
-            return self._ended(packed, (), logprobs, ())
+            return self._ended(packed, (), logprobs, forks, ())
+
+    def _copy(self, copies: BlockCopies) -> None:
+        """Whole blocks, behind the steps launched before and ahead of this one."""
+        pool = self._kv.tensor.view(self._kv.num_blocks, self._kv.layout.num_layers, -1).view(torch.uint8)
+        lists = [np.array(blocks, dtype=np.int32) for blocks in (copies.sources, copies.destinations)]
+        sources, destinations = self._inputs.to_device(lists)
+        span, address = layer_span(pool, range(pool.shape[1])), pool.data_ptr()
+        copy_blocks(address, address, sources, destinations, span, LOCAL_PROGRAMS)
 
     @torch.inference_mode()
     def _launch(self, shape: StepShape) -> None:
@@ -123,11 +144,12 @@ class CudaRunner:
         hidden = self._transformer.forward(self._inputs.upload(packed), self._kv, layer_is_launched)
         logits, logprobs = self._logits[: packed.shape.num_sequences], None
         self._head.into(hidden[: len(logits)], logits)
+        forks = self._sampler.sample_forks(packed, logits, constrained)
         if self._sampler.is_plain(packed):
             self._inputs.sampled[: len(logits)].copy_(argmax(logits))
         else:
             logprobs = self._sampler.sample(packed, logits, constrained)
-        return self._ended(packed, tuple(marks), logprobs, self._scores(packed, hidden[len(logits) :]))
+        return self._ended(packed, tuple(marks), logprobs, forks, self._scores(packed, hidden[len(logits) :]))
 
     def _scores(self, packed: PackedStep, hidden: Tensor) -> tuple[list[HostLogprobs], ...]:
         """``hidden`` are the rows of the scored chunks, one after the other."""
@@ -141,9 +163,10 @@ class CudaRunner:
         packed: PackedStep,
         marks: tuple[Mark, ...],
         logprobs: HostLogprobs | None,
+        forks: HostDraws | None,
         scores: tuple[list[HostLogprobs], ...],
     ) -> RunningStep:
         num_sampled = len(packed.sampled)
         token_ids = self._stream.host_memory(num_sampled, torch.int64)
         token_ids.copy_(self._inputs.sampled[:num_sampled], non_blocking=True)
-        return RunningStep(packed, marks, self._stream.mark(), token_ids, logprobs, scores)
+        return RunningStep(packed, marks, self._stream.mark(), HostDraws(token_ids, logprobs), forks, scores)

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
-from ..core.sequence import Chunk
+from ..core.sequence import Chunk, Draw
 from ..kernels.penalties import add_at, count_tokens, penalise
 from ..kernels.reference import IN_PROMPT, Penalties, SamplingTensors
 from ..kernels.sampling import sample, top_logprobs
 from .device_stream import DeviceStream
-from .executor import next_prompt_ids, sampling_row
+from .executor import forks_of, next_prompt_ids, sampling_row
 from .grammar import ConstrainedStep
 from .sampler import TokenMasks
 from .seats import Seat
@@ -43,6 +43,22 @@ class HostLogprobs:
         return [TokenLogprobs(own, ids[:n], top[:n]) for own, ids, top, n in zip(*columns, num_top, strict=False)]
 
 
+@dataclass(frozen=True, slots=True)
+class HostDraws:
+    """Tokens on their way to the host, and log-probabilities if any are wanted; to be read when the step is done."""
+
+    token_ids: Tensor
+    logprobs: HostLogprobs | None
+
+    def each(self, num_top: Sequence[int | None]) -> list[Draw]:
+        """With so many alternatives each, or no log-probabilities."""
+        ids: list[int] = self.token_ids.tolist()
+        if self.logprobs is None:
+            return [Draw(token_id) for token_id in ids]
+        rows = self.logprobs.rows([number or 0 for number in num_top])
+        return [Draw(i, None if n is None else row) for i, n, row in zip(ids, num_top, rows, strict=True)]
+
+
 class Wishes:
     """What the sequence in each seat wants, as columns; the last row is that of no sequence."""
 
@@ -63,7 +79,7 @@ class Wishes:
         is_adjusted = params.has_penalties or params.min_tokens > 0 or bool(params.logit_bias or params.grammar)
         self.is_plain[seat] = is_greedy and not is_adjusted and params.logprobs is None
         self.top_p[seat] = params.top_p
-        self.seed[seat] = np.uint64((params.seed or 0) & ((1 << 64) - 1)).astype(np.int64)
+        self.seed[seat] = _wrapped([params.seed or 0])[0]
         self.temperature[seat] = params.temperature
         self.min_p[seat] = params.min_p
         self.top_k[seat] = params.top_k
@@ -101,18 +117,34 @@ class CudaSampler:
         """Whether the step wants nothing but the likeliest tokens."""
         return bool(self._wishes.is_plain[packed.sampled_seats].all()) and not packed.scored
 
+    def sample_forks(
+        self, packed: PackedStep, logits: Tensor, constrained: ConstrainedStep | None = None
+    ) -> HostDraws | None:
+        """The first tokens of the forks of ``packed.forked``; call it before `sample`, which counts what it draws."""
+        if not packed.forked:
+            return None
+        drawing = [(place, chunk) for place in packed.forked if (chunk := packed.sampled[place]) is not None]
+        seeds = [fork.seed for _, chunk in drawing for fork in forks_of(chunk)]
+        places = [place for place, chunk in drawing for _ in forks_of(chunk)]
+        chunks, seats = [packed.sampled[place] for place in places], packed.sampled_seats[places]
+        own = logits[self._to_device(np.array(places))]
+        masks = self._on_device(constrained.masks().of(places) if constrained is not None else None)
+        drawn = sample(self._adjust(chunks, seats, own, masks), self._tensors(chunks, seats, _wrapped(seeds)))
+        logprobs = self._logprobs(own, drawn, MAX_LOGPROBS) if _want_logprobs(chunks) else None
+        return HostDraws(self._to_host(drawn), logprobs)
+
     def sample(
         self, packed: PackedStep, logits: Tensor, constrained: ConstrainedStep | None = None
     ) -> HostLogprobs | None:
         """Draw a token for each row of ``logits [num_sampled, vocab]``; the log-probabilities if any row wants them."""
-        seats = packed.sampled_seats
-        wants_logprobs = any(c is not None and c.sequence.request.params.logprobs is not None for c in packed.sampled)
-        adjusted = self._adjust(packed, logits, self._masks(constrained))
-        drawn = sample(adjusted, self._tensors(packed))
+        chunks, seats = packed.sampled, packed.sampled_seats
+        masks = self._on_device(constrained.masks() if constrained is not None else None)
+        adjusted = self._adjust(chunks, seats, logits, masks)
+        drawn = sample(adjusted, self._tensors(chunks, seats, self._wishes.seed[seats]))
         self._sampled[: len(drawn)].copy_(drawn)
         if (self._places[seats] >= 0).any():
             count_tokens(self._all_counts(), self._to_device(self._places[seats]), drawn)
-        return self._logprobs(logits, drawn, MAX_LOGPROBS) if wants_logprobs else None
+        return self._logprobs(logits, drawn, MAX_LOGPROBS) if _want_logprobs(chunks) else None
 
     def score(self, chunk: Chunk, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> list[HostLogprobs]:
         """Log-probabilities of the prompt's tokens behind each of the chunk's rows ``hidden [num_tokens, size]``."""
@@ -123,30 +155,33 @@ class CudaSampler:
 
     # --- what the sampling kernels read --------------------------------------------------------
 
-    def _tensors(self, packed: PackedStep) -> SamplingTensors:
-        wishes, seats = self._wishes, packed.sampled_seats
-        indices = np.array([0 if c is None else c.output_index for c in packed.sampled], dtype=np.int64)
+    def _tensors(
+        self, chunks: Sequence[Chunk | None], seats: NDArray[np.int32], seeds: NDArray[np.int64]
+    ) -> SamplingTensors:
+        wishes = self._wishes
+        indices = np.array([0 if c is None else c.output_index for c in chunks], dtype=np.int64)
         return SamplingTensors(
             temperature=self._to_device(wishes.temperature[seats]),
             top_k=self._to_device(wishes.top_k[seats]),
             top_p=self._to_device(wishes.top_p[seats]),
             min_p=self._to_device(wishes.min_p[seats]),
-            seed=self._to_device(wishes.seed[seats]),
+            seed=self._to_device(seeds),
             output_index=self._to_device(indices),
             any_top_k=bool((wishes.top_k[seats] > 0).any()),
             any_top_p=bool((wishes.top_p[seats] < 1).any()),
         )
 
-    def _masks(self, constrained: ConstrainedStep | None) -> TokenMasks | None:
-        if constrained is None:
+    def _on_device(self, masks: TokenMasks | None) -> TokenMasks | None:
+        if masks is None or not masks.rows:
             return None
-        masks = constrained.masks()
         return TokenMasks(masks.rows, self._to_device(masks.bits.numpy()).view(masks.bits.shape))
 
-    def _adjust(self, packed: PackedStep, logits: Tensor, masks: TokenMasks | None) -> Tensor:
+    def _adjust(
+        self, chunks: Sequence[Chunk | None], seats: NDArray[np.int32], logits: Tensor, masks: TokenMasks | None
+    ) -> Tensor:
         """Bias, penalties, barred tokens, grammars, in this order; ``logits`` where there are none, else a copy."""
-        seats, wishes = packed.sampled_seats, self._wishes
-        sampled = [(row, chunk) for row, chunk in enumerate(packed.sampled) if chunk is not None]
+        wishes = self._wishes
+        sampled = [(row, chunk) for row, chunk in enumerate(chunks) if chunk is not None]
         biases = [
             (row, token_id, bias)
             for row, chunk in sampled
@@ -207,3 +242,12 @@ class CudaSampler:
         host = self._stream.host_memory(values.numel(), values.dtype).view(values.shape)
         host.copy_(values, non_blocking=True)
         return host
+
+
+def _wrapped(seeds: Sequence[int]) -> NDArray[np.int64]:
+    """Their lowest 64 bits."""
+    return np.array([seed & ((1 << 64) - 1) for seed in seeds], dtype=np.uint64).astype(np.int64)
+
+
+def _want_logprobs(chunks: Sequence[Chunk | None]) -> bool:
+    return any(chunk is not None and chunk.sequence.request.params.logprobs is not None for chunk in chunks)

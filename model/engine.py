@@ -71,4 +71,4 @@ class Engine:
         for part, chunks in step.shares:
             part.apply([(chunk, of_chunk[id(chunk)]) for chunk in chunks], now)
             for chunk in chunks:
-                self._tables.step_done(chunk.sequence)
+                self._tables.step_done(chunk)

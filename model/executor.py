@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..core.request import Fork
 from ..core.sequence import Chunk, ChunkResult
 from .sampler import SamplingRow
 
@@ -93,3 +94,24 @@ def next_prompt_ids(chunk: Chunk) -> list[int]:
 def sampling_row(chunk: Chunk) -> SamplingRow:
     sequence = chunk.sequence
     return SamplingRow(sequence.request.params, sequence.token_ids, sequence.num_prompt, chunk.output_index)
+
+
+def forks_of(chunk: Chunk) -> tuple[Fork, ...]:
+    """The forks whose first tokens are drawn from the logits of this chunk, the last of a prompt, beside its own."""
+    return chunk.sequence.request.forks if chunk.samples and chunk.output_index == 0 else ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Blocks to be copied, each to one other, before a step computes anything."""
+
+    sources: list[int]
+    destinations: list[int]
+
+
+def block_copies(chunks: Seq[Chunk], block_size: int) -> BlockCopies | None:
+    copying = [chunk for chunk in chunks if chunk.copy_from is not None]
+    if not copying:
+        return None
+    sources = [chunk.copy_from for chunk in copying if chunk.copy_from is not None]
+    return BlockCopies(sources, [chunk.blocks[chunk.start // block_size] for chunk in copying])

@@ -23,7 +23,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from ..core.grammar import BadGrammar, GrammarCompiler, Vocabulary, in_short
-from ..core.sequence import Chunk, ChunkResult, Sequence
+from ..core.sequence import Chunk, ChunkResult, Draw, Sequence
 from .sampler import TokenMasks
 
 MAX_COMPILED = 128
@@ -143,6 +143,13 @@ def _consume(state: _State, token_ids: Seq[int]) -> None:
     state.num_consumed += len(token_ids)
 
 
+def _settled_fork(state: _State, draw: Draw) -> Draw:
+    """``state`` is that before the token, and stays so; the fork's own is made when its sequence first runs."""
+    own = _State(state.matcher.deep_copy(), state.num_consumed)
+    _consume(own, [draw.token_id])
+    return replace(draw, is_complete=own.matcher.is_stopped())
+
+
 @dataclass(slots=True, eq=False)
 class ConstrainedStep:
     """The rows of one step that have a grammar: `masks` before they are sampled, `settled` after."""
@@ -183,8 +190,9 @@ class ConstrainedStep:
         if row not in self.failures:
             state = self.states[row]
             try:
+                forks = tuple(_settled_fork(state, draw) for draw in result.forks)
                 _consume(state, [result.token_id])
-                return replace(result, is_complete=state.matcher.is_stopped())
+                return replace(result, is_complete=state.matcher.is_stopped(), forks=forks)
             except BadGrammar as error:
                 self.failures[row] = str(error)
         return ChunkResult(None, failure=self.failures[row])

@@ -63,6 +63,12 @@ class TokenMasks:
     rows: list[int]
     bits: Tensor
 
+    def of(self, places: Sequence[int]) -> "TokenMasks":
+        """The masks of rows that are drawn like these: row ``i`` like row ``places[i]``."""
+        mask_of = {row: number for number, row in enumerate(self.rows)}
+        rows = [row for row, place in enumerate(places) if place in mask_of]
+        return TokenMasks(rows, self.bits[[mask_of[places[row]] for row in rows]])
+
     def apply(self, logits: Tensor) -> None:
         """Bar all other tokens of these rows of ``logits [num_rows, vocab]``, in place."""
         bit = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=logits.device)

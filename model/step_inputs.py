@@ -37,7 +37,7 @@ class StepInputs:
     def upload(self, packed: PackedStep) -> DeviceBatch:
         """Copy a step to memory of its own and begin it."""
         self._seat(packed.arrays)
-        fields = self._copied(_fields(packed.arrays))
+        fields = self.to_device(_fields(packed.arrays))
         return self._begun(packed.shape, fields)
 
     def refill(self, packed: PackedStep) -> None:
@@ -62,10 +62,11 @@ class StepInputs:
 
     def _seat(self, arrays: StepArrays) -> None:
         if len(arrays.segments):
-            segments, blocks = self._copied([arrays.segments, arrays.blocks])
+            segments, blocks = self.to_device([arrays.segments, arrays.blocks])
             seat_blocks(self._seats, segments.view(arrays.segments.shape), blocks)
 
-    def _copied(self, arrays: list[Ints]) -> list[Tensor]:
+    def to_device(self, arrays: list[Ints]) -> list[Tensor]:
+        """In one copy, behind what is launched."""
         on_device = self._on_host(arrays).to(self._stream.device, non_blocking=True)
         return _cut(on_device, [array.size for array in arrays])
 

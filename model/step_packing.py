@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.sequence import Chunk
-from .executor import known_ids, scores_prompt
+from .executor import BlockCopies, block_copies, forks_of, known_ids, scores_prompt
 from .seats import Seat, Seats
 from .step_shapes import StepShape, StepShapes
 
@@ -46,8 +46,9 @@ class PackedStep:
     """A step as its executor launches it.
 
     ``sampled [num_sequences]`` are the chunks whose tokens are drawn, ``None`` where none is wanted; ``sampled_seats``
-    their seats, or -1. ``scored`` are the chunks whose prompts' log-probabilities are wanted. ``newcomers`` were seated
-    by this step.
+    their seats, or -1. ``scored`` are the chunks whose prompts' log-probabilities are wanted, ``forked`` the places
+    among ``sampled`` of those whose forks draw too. ``newcomers`` were seated by this step. ``copies`` come before all
+    else.
     """
 
     number: int
@@ -56,7 +57,9 @@ class PackedStep:
     sampled: tuple[Chunk | None, ...]
     sampled_seats: Ints
     scored: tuple[Chunk, ...]
+    forked: tuple[int, ...]
     newcomers: tuple[Seat, ...]
+    copies: BlockCopies | None
 
     def places(self) -> dict[int, int]:
         """Where the token of each sequence is among those drawn, by the sequence's ``id``."""
@@ -84,7 +87,7 @@ class StepPacker:
         step = _StepInMaking(shape, self._number, self._block_size, self._seats, previous.places() if previous else {})
         step.add_decodes(decodes)
         step.add_prompts(prompts)
-        return step.packed()
+        return step.packed(block_copies(chunks, self._block_size))
 
 
 class _StepInMaking:
@@ -150,7 +153,7 @@ class _StepInMaking:
             self._blocks += chunk.blocks[known:last]
         seat.num_blocks = last + 1
 
-    def packed(self) -> PackedStep:
+    def packed(self, copies: BlockCopies | None) -> PackedStep:
         sampled = tuple([chunk if chunk is not None and chunk.samples else None for chunk in self._chunks])
         scored = [number for number, chunk in enumerate(self._chunks) if chunk is not None and scores_prompt(chunk)]
         return PackedStep(
@@ -160,7 +163,9 @@ class _StepInMaking:
             sampled=sampled,
             sampled_seats=np.where([chunk is not None for chunk in sampled], self._rows[:, 2], -1),
             scored=tuple(chunk for number in scored if (chunk := self._chunks[number]) is not None),
+            forked=tuple([place for place, chunk in enumerate(sampled) if chunk is not None and forks_of(chunk)]),
             newcomers=self._seats.end_step(),
+            copies=copies,
         )
 
     def _arrays(self, scored: Seq[int]) -> StepArrays:

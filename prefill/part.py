@@ -10,6 +10,9 @@
 
 When the decode side of the task is this very worker nothing is shipped: the sequence, blocks and all, changes its
 owner (`Handover`). Whatever ends a request here frees its blocks and tells the decode side at once.
+
+A request with forks is one job: its prompt is computed and shipped once, then every choice gets a first token of its
+own. A choice may be aborted alone; the job ends with the last of them.
 """
 
 from collections.abc import Callable
@@ -32,28 +35,38 @@ from ..core.messages import (
     WorkerCard,
 )
 from ..core.part import Delivery, Handover, MayRun, Outbox, StepBudget, TransferFailed, refuse_unfit
-from ..core.request import RequestId, TransferId
-from ..core.sequence import Chunk, ChunkResult, FinishReason, Sequence, settle
+from ..core.request import Request, RequestId, TransferId
+from ..core.sequence import Chunk, ChunkResult, Draw, FinishReason, Sequence, ending, settle
 from ..kvtransfer.sender import Failed, Sender, SenderActions, answer_unknown
 from .scheduler import PromptScheduler
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way through this part; ``sender`` exists from the first chunk on if its KV travels."""
+    """A request on its way through this part; ``sender`` exists from the first chunk on if its KV travels.
+
+    ``wanted`` are the choices that nobody has aborted.
+    """
 
     task: PrefillTask
     router: Peer
     sequence: Sequence
+    choices: tuple[Request, ...]
+    wanted: set[RequestId]
     sender: Sender | None = None
     num_cached: int = 0
     first_missing: int = 0
     is_started: bool = False
     is_computed: bool = False
 
+    @classmethod
+    def of(cls, task: PrefillTask, router: Peer) -> "Job":
+        choices = task.request.choices
+        return cls(task, router, Sequence.of(task.request), choices, {choice.request_id for choice in choices})
+
     @property
-    def request_id(self) -> RequestId:
-        return self.task.request.request_id
+    def wanted_choices(self) -> list[Request]:
+        return [choice for choice in self.choices if choice.request_id in self.wanted]
 
 
 class PrefillPart:
@@ -100,7 +113,7 @@ class PrefillPart:
 
     @property
     def num_requests(self) -> int:
-        return len(self._jobs)
+        return len(self._by_transfer)
 
     @property
     def num_waiting(self) -> int:
@@ -108,12 +121,12 @@ class PrefillPart:
 
     @property
     def num_computing(self) -> int:
-        return sum(1 for job in self._jobs.values() if job.is_started and not job.is_computed)
+        return sum(1 for job in self._by_transfer.values() if job.is_started and not job.is_computed)
 
     @property
     def num_kept(self) -> int:
         """Computed prompts whose KV waits for its decode worker."""
-        return sum(1 for job in self._jobs.values() if job.is_computed)
+        return sum(1 for job in self._by_transfer.values() if job.is_computed)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -127,7 +140,7 @@ class PrefillPart:
                 self._take(task, delivery.sender)
             case Abort(request_id=request_id):
                 if job := self._jobs.get(request_id):
-                    self._drop(job, "aborted by the client")
+                    self._abort(job, request_id)
                 return False  # the decode part may hold the other leg
             case Reservation() | Attached() | Rejected() | Revoke() as message:
                 job = self._by_transfer.get(message.transfer_id)
@@ -142,14 +155,13 @@ class PrefillPart:
         return True
 
     def _take(self, task: PrefillTask, router: Peer) -> None:
-        request_id = task.request.request_id
-        if request_id in self._jobs:
+        if task.transfer_id in self._by_transfer:
             return
-        if reason := refuse_unfit(task.request, self._card.vocab_size, self._card.max_model_len):
-            self._report(router, task, reason, is_retryable=False)
+        job = Job.of(task, router)
+        if reason := refuse_unfit(task.request, self._card):
+            self._report(job, reason, is_retryable=False)
             return
-        job = Job(task, router, Sequence.of(task.request))
-        self._jobs[request_id] = job
+        self._jobs |= dict.fromkeys(job.wanted, job)
         self._by_transfer[task.transfer_id] = job
         if self._may_run(job.sequence):
             self._scheduler.add(job.sequence)
@@ -202,15 +214,15 @@ class PrefillPart:
         for chunk, result in done:
             if job := self._job_of(chunk):
                 if result.failure:
-                    self._report(job.router, job.task, result.failure, is_retryable=False)
+                    self._report(job, result.failure, is_retryable=False)
                     self._drop(job, result.failure)
                     continue
-                finish = settle(chunk, result)
+                settle(chunk, result)
                 self._tables.publish(job.sequence)
                 if result.prompt_logprobs:
                     self._tell_prompt_logprobs(job, chunk, result)
                 if chunk.end == job.sequence.num_prompt:
-                    self._complete(job, result, finish, now)
+                    self._complete(job, result, now)
 
     def _job_of(self, chunk: Chunk) -> Job | None:
         """The job of a chunk, unless it was dropped while the chunk was on the device."""
@@ -218,24 +230,42 @@ class PrefillPart:
         return job if job is not None and job.sequence is chunk.sequence else None
 
     def _tell_prompt_logprobs(self, job: Job, chunk: Chunk, result: ChunkResult) -> None:
-        scored = PromptLogprobs(request_id=job.request_id, start=chunk.start + 1, logprobs=list(result.prompt_logprobs))
+        told_as = job.wanted_choices[0].request_id
+        scored = PromptLogprobs(request_id=told_as, start=chunk.start + 1, logprobs=list(result.prompt_logprobs))
         self._outbox.send(job.router, scored)
 
-    def _complete(self, job: Job, result: ChunkResult, finish: FinishReason | None, now: float) -> None:
-        """The prompt is computed: the first token goes to the router, the request to its decode worker."""
+    def _complete(self, job: Job, result: ChunkResult, now: float) -> None:
+        """The prompt is computed: first tokens go to the router, those that they don't end to the decode worker."""
         job.is_computed = True
         if result.token_id is None:
-            finish = FinishReason.LENGTH  # max_tokens is 0: the prompt alone was wanted
-        delta = TokenDelta(job.request_id, 0, result.token_id, finish, result.logprobs, job.num_cached)
-        self._outbox.emit(job.router, delta)
-        if finish is not None:
+            for choice in job.wanted_choices:  # max_tokens is 0: the prompt alone was wanted
+                delta = TokenDelta(choice.request_id, 0, None, FinishReason.LENGTH, None, job.num_cached)
+                self._outbox.emit(job.router, delta)
+            self._drop(job, "nothing was to be generated")
+            return
+        draws = (Draw(result.token_id, result.logprobs, result.is_complete), *result.forks)
+        for choice, draw in zip(job.choices, draws, strict=True):
+            if choice.request_id in job.wanted:
+                self._tell_first(job, choice, draw)
+        going_on = [
+            draw.token_id if choice.request_id in job.wanted else None
+            for choice, draw in zip(job.choices, draws, strict=True)
+        ]
+        if not job.wanted:
             self._drop(job, "the first token ended the request")
         elif job.sender is not None:
-            assert result.token_id is not None, "a request that goes on has its first token"
-            self._act(job, job.sender.finish(result.token_id, now))
+            self._act(job, job.sender.finish(going_on, now))
         else:
             self._forget(job)
-            self._hand_over(Handover(job.sequence, job.router))
+            for sequence in self._tables.split(job.sequence, going_on):
+                self._hand_over(Handover(sequence, job.router))
+
+    def _tell_first(self, job: Job, choice: Request, draw: Draw) -> None:
+        finish = FinishReason.STOP if draw.is_complete else ending(choice, draw.token_id, 1)
+        if finish is not None:
+            job.wanted.remove(choice.request_id)
+        delta = TokenDelta(choice.request_id, 0, draw.token_id, finish, draw.logprobs, job.num_cached)
+        self._outbox.emit(job.router, delta)
 
     # --- the transfer --------------------------------------------------------------------------
 
@@ -255,7 +285,7 @@ class PrefillPart:
         match actions.outcome:
             case Failed(reason=reason):
                 self.num_transfer_failures += 1
-                self._report(job.router, job.task, reason, is_retryable=True)
+                self._report(job, reason, is_retryable=True)
                 self._forget(job)
                 self._tables.release(job.sequence)
             case Attached():
@@ -268,10 +298,12 @@ class PrefillPart:
         layers = self._groups[group]
         return (layers.end - layers.first) * self._card.layout.layer_bytes
 
-    def _report(self, router: Peer, task: PrefillTask, reason: str, is_retryable: bool) -> None:
-        request_id, transfer_id = task.request.request_id, task.transfer_id
-        failed = RequestFailed(request_id=request_id, transfer_id=transfer_id, reason=reason, is_retryable=is_retryable)
-        self._outbox.send(router, failed)
+    def _report(self, job: Job, reason: str, is_retryable: bool) -> None:
+        for choice in job.wanted_choices:
+            failed = RequestFailed(
+                request_id=choice.request_id, transfer_id=job.task.transfer_id, reason=reason, is_retryable=is_retryable
+            )
+            self._outbox.send(job.router, failed)
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -279,18 +311,23 @@ class PrefillPart:
         for job in [job for job in self._uncompiled if self._may_run(job.sequence)]:
             self._uncompiled.remove(job)
             self._scheduler.add(job.sequence)
-        for job in list(self._jobs.values()):
+        for job in list(self._by_transfer.values()):
             if job.sender is not None:
                 self._act(job, job.sender.tick(now))
 
     def lose(self, peer: Peer, now: float) -> None:
         """A dead router reads no tokens; to a dead decode worker nothing can be shipped, and the router is told."""
-        for job in list(self._jobs.values()):
+        for job in list(self._by_transfer.values()):
             if job.router == peer:
                 self._drop(job, "the router is gone")
             elif job.task.decode == peer:
                 self._drop(job, "the decode worker is gone")
-                self._report(job.router, job.task, "the decode worker is gone", is_retryable=True)
+                self._report(job, "the decode worker is gone", is_retryable=True)
+
+    def _abort(self, job: Job, request_id: RequestId) -> None:
+        job.wanted.discard(request_id)
+        if not job.wanted:
+            self._drop(job, "aborted by the client")
 
     def _drop(self, job: Job, reason: str) -> None:
         """End a request here without a word to the router."""
@@ -301,7 +338,8 @@ class PrefillPart:
                 self._outbox.send(job.task.decode, message)
 
     def _forget(self, job: Job) -> None:
-        del self._jobs[job.request_id]
+        for choice in job.choices:
+            del self._jobs[choice.request_id]
         del self._by_transfer[job.task.transfer_id]
         self._scheduler.remove(job.sequence)
         if job in self._uncompiled:

@@ -1,6 +1,7 @@
 """Which prompts are computed next: first come, first served within a priority, under a token budget."""
 
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 
 from ..core.block_tables import BlockTables
@@ -37,7 +38,7 @@ class PromptScheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a prompt behind those of its priority; a lower number goes first."""
-        insort(self._waiting, sequence, key=lambda waiting: waiting.request.priority)
+        insort(self._waiting, sequence, key=_priority)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a prompt, wherever it stands; its blocks are the caller's affair."""
@@ -46,21 +47,34 @@ class PromptScheduler:
                 queue.remove(sequence)
 
     def plan(self, budget: StepBudget) -> list[Chunk]:
-        """Chunks of prompts under way, then of new ones, as far as budget and pool allow.
+        """Chunks of prompts under way, then of new ones, priority by priority, as far as budget and pool allow.
 
         They are whole blocks, so that a block is filled in one step; a step whose budget is less takes what it gets,
         lest running requests keep prompts waiting for ever.
         """
         unit = max(1, min(self._tables.block_size, budget.num_tokens))
-        chunks = [chunk for sequence in self._computing for chunk in self._cut(sequence, budget, unit)]
-        while self._waiting and budget.num_tokens >= unit and budget.num_sequences > 0:
-            sequence = self._waiting[0]
-            if not self._admit(sequence):
+        chunks: list[Chunk] = []
+        under_way = deque(self._computing)
+        may_start = True
+        while budget.num_tokens > 0 and budget.num_sequences > 0:
+            if may_start and self._is_newcomer_next(under_way):
+                may_start = budget.num_tokens >= unit and self._admit(self._waiting[0])
+                if not may_start:
+                    continue
+                sequence = self._waiting.pop(0)
+                insort(self._computing, sequence, key=_priority)
+            elif under_way:
+                sequence = under_way.popleft()
+            else:
                 break
-            self._computing.append(self._waiting.pop(0))
             chunks += self._cut(sequence, budget, unit)
         self._computing = [sequence for sequence in self._computing if sequence.num_scheduled < sequence.num_prompt]
         return chunks
+
+    def _is_newcomer_next(self, under_way: deque[Sequence]) -> bool:
+        if not self._waiting:
+            return False
+        return not under_way or _priority(self._waiting[0]) < _priority(under_way[0])
 
     def _cut(self, sequence: Sequence, budget: StepBudget, unit: int) -> list[Chunk]:
         """At most one chunk, the rest of the prompt or a multiple of ``unit`` tokens."""
@@ -74,18 +88,21 @@ class PromptScheduler:
         return [take_chunk(sequence, num_tokens)]
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give the prompt all its blocks, or nothing.
+        """Give the prompt all its blocks, or nothing; there must be room for the copies that its forks need, too.
 
         The last token is always computed, since its output is the first token; prompt log-probabilities need
         every position computed.
         """
-        wants_all = sequence.request.params.prompt_logprobs is not None
-        self._tables.reuse(sequence, 0 if wants_all else sequence.num_prompt - 1)
-        if (
-            self._tables.num_missing(sequence, sequence.num_prompt)
-            > self._tables.pool.num_available - self._held_back()
-        ):
-            self._tables.reset(sequence)
+        request, tables = sequence.request, self._tables
+        wants_all = request.params.prompt_logprobs is not None
+        tables.reuse(sequence, 0 if wants_all else sequence.num_prompt - 1)
+        missing = tables.num_missing(sequence, sequence.num_prompt) + request.num_copies(tables.block_size)
+        if missing > tables.pool.num_available - self._held_back():
+            tables.reset(sequence)
             return False
-        self._tables.grow(sequence, sequence.num_prompt)
+        tables.grow(sequence, sequence.num_prompt)
         return True
+
+
+def _priority(sequence: Sequence) -> int:
+    return sequence.request.priority

@@ -81,7 +81,7 @@ class Router:
         max_model_len, card = fleet.max_model_len(), fleet.card
         if card is None or max_model_len == 0:
             raise ApiError.overloaded("no pair of workers is ready")
-        return Limits(self.model_name, max_model_len, card.vocab_size, self.config.max_open_requests)
+        return Limits(self.model_name, max_model_len, card.vocab_size, self.config.max_open_requests, fleet.roomiest())
 
     def open_stream(self) -> Stream:
         """A place among the open requests, given back by `close_stream`; raises `ApiError` 503."""

@@ -70,7 +70,7 @@ class Dispatcher:
     def open(self, entries: Sequence[Entry]) -> NoCapacity | None:
         """Send all choices of one HTTP request on their way, or none of them and say why.
 
-        Choices of one prompt go to one pair, which then computes the prompt once.
+        Choices of one prompt go to one pair, which computes the prompt once: they differ by their seeds alone.
         """
         groups: dict[tuple[bytes, bytes], list[Entry]] = {}
         for entry in entries:
@@ -84,8 +84,8 @@ class Dispatcher:
             pairs.append(placement.pair)
         now = self._clock()
         for group, pair in zip(groups.values(), pairs, strict=True):
+            self._begin(group, pair, now)
             for entry in group:
-                self._begin(entry, pair, now)
                 self._metrics.placed(entry, now)
         return None
 
@@ -108,8 +108,11 @@ class Dispatcher:
         root = model_root(key, card.model, card.layout)
         return BlockHasher(key, root, card.layout.block_size).hashes(request.prompt, request.salt)
 
-    def _begin(self, entry: Entry, pair: Pair, now: float) -> None:
-        self._mailbox.send(pair.prefill.peer, self.ledger.begin(entry, pair, now))
+    def _begin(self, group: Sequence[Entry], pair: Pair, now: float) -> None:
+        """In as few tasks as the pair allows."""
+        at_once = max(1, pair.max_choices(group[0].request.num_prompt_tokens))
+        for start in range(0, len(group), at_once):
+            self._mailbox.send(pair.prefill.peer, self.ledger.begin(group[start : start + at_once], pair, now))
 
     def release(self, entry: Entry, reason: EndReason) -> None:
         """The client needs no more of this choice; both legs free what they hold. Idempotent."""
@@ -154,7 +157,7 @@ class Dispatcher:
         self._metrics.counts.retries += 1
         entry.forget_output()
         entry.sink.restart(entry)
-        self._begin(entry, placement.pair, now)
+        self._begin([entry], placement.pair, now)
         return True
 
     # --- messages ------------------------------------------------------------------------------

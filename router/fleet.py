@@ -75,6 +75,10 @@ class Pair:
     def is_one_worker(self) -> bool:
         return self.prefill is self.decode
 
+    def max_choices(self, num_prompt_tokens: int) -> int:
+        """So many may share one computed prompt."""
+        return min(worker.card.max_choices(num_prompt_tokens) for worker in (self.prefill, self.decode))
+
     @property
     def max_model_len(self) -> int:
         return min(self.prefill.card.max_model_len, self.decode.card.max_model_len)
@@ -200,6 +204,11 @@ class Fleet:
     def max_model_len(self) -> int:
         """The longest prompt plus output that some usable pair can hold; 0 without a pair."""
         return max((pair.max_model_len for pair in self.pairs()), default=0)
+
+    def roomiest(self) -> tuple[WorkerCard, ...]:
+        """Both cards of the usable pair that holds the most choices over one prompt; empty without a pair."""
+        each = [(pair.prefill.card, pair.decode.card) for pair in self.pairs()]
+        return max(each, key=lambda cards: min((card.max_num_seqs, card.num_blocks) for card in cards), default=())
 
     def peers(self) -> Peers:
         return Peers(workers=[PeerInfo(worker.peer, worker.card) for worker in self])

@@ -9,14 +9,14 @@ is unknown here and ignored. Pure bookkeeping: the dispatcher sends and receives
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from ..core.messages import Incarnation, Peer, PrefillTask, PromptLogprobs, TokenDelta
-from ..core.request import Request, RequestId, TransferId
+from ..core.request import Fork, Request, RequestId, TransferId
 from .fleet import Pair, Worker
 
 
@@ -75,7 +75,7 @@ class Entry:
 
     ``may_restart`` is true where nothing reaches the client before the end (no streaming), so that a new
     attempt may begin whatever was received. ``moved_at`` is when the attempt began or last emitted a token,
-    ``end_reason`` why it is over for good.
+    ``end_reason`` why it is over for good. The prompt of a fork is computed for another choice.
     """
 
     request: Request
@@ -87,6 +87,7 @@ class Entry:
     attempts: list[Attempt] = field(default_factory=list)
     output_ids: "array[int]" = field(default_factory=lambda: array("I"))
     is_finished: bool = False
+    is_fork: bool = False
     first_token_at: float | None = None
     moved_at: float = 0.0
     end_reason: str | None = None
@@ -162,17 +163,21 @@ class Ledger:
         """Entries that have their first token."""
         return sum(entry.first_token_at is not None for entry in self._entries.values())
 
-    def begin(self, entry: Entry, pair: Pair, now: float) -> PrefillTask:
-        """A new attempt on ``pair``; what the prefill worker must be told."""
-        request_id = RequestId(f"{entry.request.request_id}.{len(entry.attempts) + 1}")
-        attempt = Attempt(request_id, pair)
-        entry.attempts.append(attempt)
-        entry.moved_at = now
-        self._entries[request_id] = entry
-        for leg in attempt.legs:
-            self._by_worker.setdefault(leg.incarnation, {})[request_id] = entry
-        trace = entry.trace.begin_attempt(entry) if entry.trace is not None else ""
-        request = msgspec.structs.replace(entry.request, request_id=request_id, trace=trace)
+    def begin(self, entries: Sequence[Entry], pair: Pair, now: float) -> PrefillTask:
+        """A new attempt on ``pair``, of choices over one prompt; what the prefill worker must be told.
+
+        The prompt is computed once: the first choice is the request, the others are its forks. One that fails alone
+        is begun alone the next time.
+        """
+        for entry in entries:
+            request_id = RequestId(f"{entry.request.request_id}.{len(entry.attempts) + 1}")
+            entry.attempts.append(Attempt(request_id, pair))
+            entry.is_fork = entry is not entries[0]
+            entry.moved_at = now
+            self._entries[request_id] = entry
+            for leg in entry.attempt.legs:
+                self._by_worker.setdefault(leg.incarnation, {})[request_id] = entry
+        request_id, request = entries[0].attempt.request_id, _request(entries)
         return PrefillTask(request=request, transfer_id=TransferId(request_id), decode=pair.decode.peer)
 
     def find(self, request_id: RequestId, sender: Peer) -> Entry | None:
@@ -195,3 +200,17 @@ class Ledger:
     def on_worker(self, worker: Worker) -> list[Entry]:
         """The entries with a leg on this worker."""
         return list(self._by_worker.get(worker.incarnation, {}).values())
+
+
+def _request(entries: Sequence[Entry]) -> Request:
+    """The first entry's request with the others as its forks, under the ids of their newest attempts."""
+    forks = []
+    for entry in entries:
+        seed = entry.request.params.seed
+        assert seed is not None, "the seed of a choice is settled when it is prepared"
+        trace = entry.trace.begin_attempt(entry) if entry.trace is not None else ""
+        forks.append(Fork(entry.attempt.request_id, seed, trace))
+    first, *others = forks
+    return msgspec.structs.replace(
+        entries[0].request, request_id=first.request_id, trace=first.trace, forks=tuple(others)
+    )

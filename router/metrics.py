@@ -113,8 +113,9 @@ class RouterMetrics:
     def token(self, entry: Entry, delta: TokenDelta, now: float) -> None:
         """A token is about to be emitted; the times of the entry are still those of the one before it."""
         if entry.first_token_at is None:
-            self.counts.prompt_tokens += entry.request.num_prompt_tokens
-            self.counts.cached_tokens += delta.cached_tokens
+            if not entry.is_fork:
+                self.counts.prompt_tokens += entry.request.num_prompt_tokens
+                self.counts.cached_tokens += delta.cached_tokens
             self._first_token.observe(now - entry.opened_at)
             self.history.ttft.observe(now - entry.opened_at, now)
             self._prefill.observe(now - entry.moved_at)

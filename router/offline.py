@@ -15,7 +15,7 @@ from .chat_template import ChatMessage, ToolOffer
 from .openai_api import ChatCompletionRequest, CompletionFields, NonNegative
 from .openai_errors import ApiError, of_validation
 from .output import Choice, PreparedPrompt
-from .prepare import Limits, choices_of, fitted
+from .prepare import Limits, check_room, choices_of, fitted
 from .prompts import chat_prompt, ids_prompt, text_prompt
 from .sampling import sampling_params
 from .text import TextModel
@@ -66,6 +66,8 @@ def batch_choices(
             grammar=fields.grammar and text.grammars.admit(fields.grammar, "grammar"),
         )
         fits = [fitted(wanted, prompt, limits.max_model_len, limits, "prompt") for prompt in prompts]
+        for prompt in prompts:
+            check_room("n", fields.num_generated, prompt, limits)
         return [choices_of(fields, prompt, fit, draw_seed) for prompt, fit in zip(prompts, fits, strict=True)]
 
 

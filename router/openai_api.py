@@ -173,6 +173,11 @@ class CompletionFields(RequestFields):
         guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         return any(field is not None for field in (self.response_format, self.structured_outputs, *guided))
 
+    @property
+    def num_generated(self) -> int:
+        """Choices of each prompt that are to be generated, shown or not."""
+        return self.n or 1
+
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
@@ -200,13 +205,20 @@ class CompletionRequest(CompletionFields):
     max_tokens: NonNegative | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _refusal("best_of", f"'best_of' is only supported where it equals 'n' ({self.n or 1})")
+        num_shown = self.n or 1
+        if self.best_of is not None and self.best_of < num_shown:
+            raise _refusal("best_of", f"'best_of' is {self.best_of}, less than 'n', which is {num_shown}")
+        if self.stream and self.num_generated > num_shown:
+            raise _refusal("best_of", "'best_of' greater than 'n' is not allowed when 'stream' is true")
         return self
+
+    @property
+    def num_generated(self) -> int:
+        return self.best_of or self.n or 1
 
 
 class TextPart(Body):

@@ -45,7 +45,8 @@ PLAIN = OutputSyntax()
 class Choice:
     """``params`` is complete, as a worker needs it; ``stop`` are the strings that end the output, watched here.
 
-    Choices of the same prompt share one `PreparedPrompt`.
+    Choices of the same prompt share one `PreparedPrompt`. Log-probabilities that are wanted only in order to rank
+    choices are not shown.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Choice:
     echo: bool = False
     is_stream: bool = False
     syntax: OutputSyntax = PLAIN
+    shows_logprobs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class OutputAssembler:
         self.num_reasoning = 0
         """Of the output: tokens that reasoning was made of, the mark that opens it included."""
         self.cached_tokens = 0
+        self.sum_logprobs = 0.0
+        """Of all tokens, if they were asked for."""
         self.finish: FinishReason | None = None
 
     @property
@@ -141,6 +145,8 @@ class OutputAssembler:
         assert self.finish is None, "no token follows the end"
         if delta.index == 0:
             self.cached_tokens = delta.cached_tokens
+        if delta.logprobs is not None:
+            self.sum_logprobs += delta.logprobs.token_logprob
         entry = self._entry(delta)
         scanned = self._scan(delta)
         self.finish = FinishReason.STOP if scanned.is_stopped else delta.finish
@@ -213,7 +219,7 @@ class OutputAssembler:
 
     def _entry(self, delta: TokenDelta) -> TokenEntry | None:
         """Made before the token's text is counted."""
-        if delta.logprobs is None or delta.token_id is None:
+        if delta.logprobs is None or delta.token_id is None or not self._choice.shows_logprobs:
             return None
         return self._scored(delta.token_id, delta.logprobs, self._num_chars)
 

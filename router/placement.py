@@ -70,7 +70,8 @@ def place(
     cheapest = min(costs)
     ties = [pair for pair, cost in zip(fitting, costs, strict=True) if cost == cheapest]
     pair = ties[tie_break % len(ties)]
-    return Placement(pair, _num_uncached(demand, pair.prefill, cached), _num_missing(demand, pair.decode, cached))
+    num_decode_blocks = _num_missing(demand, pair.decode, cached) + _num_copies(demand, pair.decode)
+    return Placement(pair, _num_uncached(demand, pair.prefill, cached), num_decode_blocks)
 
 
 def record(placement: Placement, demand: Demand) -> None:
@@ -103,6 +104,11 @@ def _num_uncached(demand: Demand, prefill: Worker, cached: Mapping[Incarnation, 
 def _num_missing(demand: Demand, worker: Worker, cached: Mapping[Incarnation, int]) -> int:
     """Prompt blocks that the worker does not hold yet."""
     return worker.card.layout.num_blocks_for(demand.num_prompt_tokens) - cached.get(worker.incarnation, 0)
+
+
+def _num_copies(demand: Demand, worker: Worker) -> int:
+    """Blocks that further choices need for copies of a partial last one."""
+    return demand.num_sequences - 1 if demand.num_prompt_tokens % worker.card.layout.block_size else 0
 
 
 def _shortage(demand: Demand, pair: Pair, cached: Mapping[Incarnation, int]) -> int:

@@ -5,11 +5,13 @@ is refused here with an `ApiError` that names the field, so that nothing behind 
 vocabulary or a request longer than the pool.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from ..core.messages import WorkerCard
 from ..core.request import SamplingParams
 from .grammar import wanted_grammar
 from .openai_api import ChatCompletionRequest, CompletionFields, CompletionRequest
@@ -33,19 +35,24 @@ DrawSeed = Callable[[], int]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the workers allow: tokens of prompt and output together, ids below ``vocab_size``, choices of a request."""
+    """What the workers allow: tokens of prompt and output together, ids below ``vocab_size``, choices of a request.
+
+    ``roomiest`` are the cards of the pair that holds the most choices over one prompt.
+    """
 
     model_name: str
     max_model_len: int
     vocab_size: int
     max_choices: int
+    roomiest: tuple[WorkerCard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """``choices`` are in the order of their index: all of the first prompt, then all of the second, …
 
-    ``format`` makes the writer of the answer; see `MakeFormat`.
+    ``format`` makes the writer of the answer; see `MakeFormat`. ``num_best`` is how many choices of each prompt are
+    shown, the best, where that is not all.
     """
 
     model_name: str
@@ -55,6 +62,7 @@ class PreparedRequest:
     format: "MakeFormat"
     priority: int | None = None
     cache_salt: str | None = None
+    num_best: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -74,7 +82,7 @@ MakeFormat = Callable[[PreparedRequest, str, int, str], WireFormat]
 def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed) -> PreparedRequest:
     """Raises `ApiError`. Without ``max_tokens`` the output may fill the model."""
     _check_model(body, limits)
-    _check_number(body.n or 1, limits)
+    _check_number("n", body.num_generated, limits)
     use = tool_use(body)
     if use is not None and use.must_call:
         raise ApiError.invalid("tool_choice", "'tool_choice' is not supported yet where it demands a call.")
@@ -86,6 +94,7 @@ def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, d
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     params = fitted(params, prompt, limits.max_model_len, limits, "messages")
+    check_room("n", body.num_generated, prompt, limits)
     choices = choices_of(body, prompt, params, draw_seed, syntax=answer_syntax(body, text, prompt))
     return _prepared(body, choices, limits, ChatFormat)
 
@@ -95,20 +104,25 @@ def prepare_completion(
 ) -> PreparedRequest:
     """Raises `ApiError`."""
     _check_model(body, limits)
+    num_shown, num_generated = body.n or 1, body.num_generated
+    is_ranked = num_generated > num_shown
     params = replace(
         sampling_params(body, text, limits.vocab_size),
         grammar=_grammar(body, text),
         max_tokens=body.max_tokens,
-        logprobs=body.logprobs,
+        logprobs=0 if body.logprobs is None and is_ranked else body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     prompts = completion_prompts(body, text, limits.vocab_size)
-    _check_number(len(prompts) * (body.n or 1), limits)
+    field = "best_of" if is_ranked else "n"
+    _check_number(field, len(prompts) * num_generated, limits)
     choices: list[Choice] = []
     for prompt in prompts:
         fit = fitted(params, prompt, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
-        choices += choices_of(body, prompt, fit, draw_seed, first=len(choices), echo=bool(body.echo))
-    return _prepared(body, choices, limits, CompletionFormat)
+        check_room(field, num_generated, prompt, limits)
+        made = choices_of(body, prompt, fit, draw_seed, first=len(choices), echo=bool(body.echo))
+        choices += [dataclasses.replace(choice, shows_logprobs=body.logprobs is not None) for choice in made]
+    return _prepared(body, choices, limits, CompletionFormat, num_shown if is_ranked else None)
 
 
 def _grammar(body: CompletionFields, text: TextModel) -> str:
@@ -122,9 +136,18 @@ def _check_model(body: CompletionFields, limits: Limits) -> None:
         raise ApiError.unknown_model(body.model)
 
 
-def _check_number(num_choices: int, limits: Limits) -> None:
+def _check_number(field: str, num_choices: int, limits: Limits) -> None:
     if num_choices > limits.max_choices:
-        raise ApiError.invalid("n", f"{num_choices} choices are asked for, the most is {limits.max_choices}.")
+        raise ApiError.invalid(field, f"{num_choices} choices are asked for, the most is {limits.max_choices}.")
+
+
+def check_room(field: str, num_choices: int, prompt: PreparedPrompt, limits: Limits) -> None:
+    """Raises `ApiError` for more choices than any pair can hold, who share the prompt but write each for itself."""
+    num_prompt = len(prompt.token_ids)
+    most = min((card.max_choices(num_prompt) for card in limits.roomiest), default=num_choices)
+    if num_choices > most:
+        message = f"{num_choices} choices over {num_prompt} prompt tokens are asked for, the workers hold {most}."
+        raise ApiError.invalid(field, message)
 
 
 def fitted(
@@ -160,16 +183,18 @@ def choices_of(
     echo: bool = False,
     syntax: OutputSyntax = PLAIN,
 ) -> list[Choice]:
-    """The ``n`` choices of one prompt, numbered from ``first``; with a seed equal prompts get equal choices."""
+    """The choices to generate of one prompt, numbered from ``first``; with a seed equal prompts get equal choices."""
     seed = draw_seed() if body.seed is None else body.seed
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return [
         Choice(first + k, prompt, replace(params, seed=choice_seed(seed, k)), stop, echo, bool(body.stream), syntax)
-        for k in range(body.n or 1)
+        for k in range(body.num_generated)
     ]
 
 
-def _prepared(body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: MakeFormat) -> PreparedRequest:
+def _prepared(
+    body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: MakeFormat, num_best: int | None = None
+) -> PreparedRequest:
     includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return PreparedRequest(
         limits.model_name,
@@ -179,4 +204,5 @@ def _prepared(body: CompletionFields, choices: Sequence[Choice], limits: Limits,
         format,
         body.priority,
         body.cache_salt,
+        num_best,
     )

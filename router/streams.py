@@ -214,7 +214,11 @@ class Reply:
             case Emitted(choice, delta):
                 return self._take_token(choice, delta)
             case PromptScored(choice, part):
-                self._assemblers[choice].add_prompt_logprobs(part.start, part.logprobs)
+                prompt = self._assemblers[choice].choice.prompt
+                for assembler in self._assemblers:  # told once for all choices over one prompt
+                    other = assembler.choice.prompt
+                    if other is prompt or other.token_ids == prompt.token_ids:
+                        assembler.add_prompt_logprobs(part.start, part.logprobs)
             case Restarted(choice) if self._assemblers[choice].finish is None:
                 self._assemblers[choice] = OutputAssembler(self._text, self._prepared.choices[choice])
             case OutOfTime(seconds):

@@ -93,8 +93,12 @@ class ChoicesFormat(WireFormat):
         return (self._usage_chunk(assemblers) if self._includes_usage else b"") + DONE
 
     def body(self, assemblers: Sequence[OutputAssembler]) -> bytes:
-        choices = [self._whole_choice(assembler.choice.index, assembler.output) for assembler in assemblers]
+        shown = self._shown(assemblers)
+        choices = [self._whole_choice(index, assembler.output) for index, assembler in enumerate(shown)]
         return orjson.dumps({**self._head, "choices": choices, "usage": usage_of(assemblers)})
+
+    def _shown(self, assemblers: Sequence[OutputAssembler]) -> Sequence[OutputAssembler]:
+        return assemblers
 
     def _whole_choice(self, index: int, output: OutputDelta) -> Json:
         return {
@@ -173,6 +177,17 @@ class CompletionFormat(ChoicesFormat):
     id_prefix = "cmpl-"
     body_object = chunk_object = "text_completion"
 
+    def __init__(self, prepared: "PreparedRequest", unique: str, created: int, fingerprint: str) -> None:
+        super().__init__(prepared, unique, created, fingerprint)
+        self._num_best = prepared.num_best
+
+    def _shown(self, assemblers: Sequence[OutputAssembler]) -> Sequence[OutputAssembler]:
+        """All, or of each prompt the ``num_best`` whose tokens are likeliest on average, those first."""
+        if self._num_best is None:
+            return assemblers
+        ranked = (sorted(group, key=_mean_logprob, reverse=True) for group in _by_prompt(assemblers))
+        return [assembler for group in ranked for assembler in group[: self._num_best]]
+
     def _text_member(self, delta: OutputDelta) -> bytes:
         return b'"text":%b' % orjson.dumps(delta.text)
 
@@ -198,6 +213,17 @@ def usage_of(assemblers: Iterable[OutputAssembler]) -> Json:
         "prompt_tokens_details": {"cached_tokens": used.num_cached},
         "completion_tokens_details": {"reasoning_tokens": used.num_reasoning},
     }
+
+
+def _by_prompt(assemblers: Iterable[OutputAssembler]) -> list[list[OutputAssembler]]:
+    groups: dict[int, list[OutputAssembler]] = {}
+    for assembler in assemblers:
+        groups.setdefault(id(assembler.choice.prompt), []).append(assembler)
+    return list(groups.values())
+
+
+def _mean_logprob(assembler: OutputAssembler) -> float:
+    return assembler.sum_logprobs / max(1, assembler.num_output)
 
 
 def _structured_delta(delta: OutputDelta) -> Json:

@@ -10,7 +10,7 @@ from crossdock.core.kv_layout import KvLayout
 from crossdock.core.messages import Incarnation, Message, Peer, PoolBooks, Push, Role, TokenDelta, WorkerCard
 from crossdock.core.part import Delivery, TransferFailed
 from crossdock.core.prefix_cache import PrefixCache
-from crossdock.core.request import Request, RequestId, SamplingParams, pack_ids
+from crossdock.core.request import Fork, Request, RequestId, SamplingParams, pack_ids
 from crossdock.core.sequence import Chunk, Sequence, settle
 from crossdock.core.sequence import ChunkResult as Result
 
@@ -31,6 +31,7 @@ def card(num_blocks: int, role: Role = Role.MIXED) -> WorkerCard:
         layout=LAYOUT,
         num_blocks=num_blocks,
         max_model_len=num_blocks * LAYOUT.block_size,
+        max_num_seqs=64,
         vocab_size=VOCAB_SIZE,
         num_layer_groups=NUM_GROUPS,
     )
@@ -56,11 +57,13 @@ def request(
     first_id: int = 0,
     stop: tuple[int, ...] = (),
     prompt_logprobs: int | None = None,
+    num_forks: int = 0,
 ) -> Request:
-    """A prompt of consecutive ids from ``first_id`` on."""
+    """A prompt of consecutive ids from ``first_id`` on; the forks of ``a`` are ``a1``, ``a2``, …"""
     params = SamplingParams(max_tokens=max_tokens, seed=0, stop_token_ids=stop, prompt_logprobs=prompt_logprobs)
     prompt = pack_ids(list(range(first_id, first_id + num_prompt)))
-    return Request(request_id=RequestId(name), prompt=prompt, params=params, priority=priority)
+    forks = tuple(Fork(RequestId(f"{name}{number}"), number) for number in range(1, num_forks + 1))
+    return Request(request_id=RequestId(name), prompt=prompt, params=params, priority=priority, forks=forks)
 
 
 def name_of(sequence: Sequence) -> str:
@@ -77,7 +80,7 @@ def finish(tables: BlockTables, chunks: Seq[Chunk], token_id: int = 500) -> None
     for chunk in chunks:
         settle(chunk, Result(token_id if chunk.samples else None))
         tables.publish(chunk.sequence)
-        tables.step_done(chunk.sequence)
+        tables.step_done(chunk)
 
 
 def from_router(message: Message) -> Delivery:

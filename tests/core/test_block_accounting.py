@@ -126,7 +126,7 @@ class Accounting(RuleBasedStateMachine):
         self.memory.assert_holds(sequence, chunk.blocks, chunk.end)
         settle(chunk, ChunkResult(token_id if chunk.samples else None))
         self.tables.publish(sequence)
-        self.tables.step_done(sequence)
+        self.tables.step_done(chunk)
 
     @precondition(lambda self: self.sequences)
     @rule(index=indices)

@@ -53,7 +53,7 @@ class Worker:
         sequence = chunk.sequence
         settle(chunk, ChunkResult(token_id if chunk.samples else None))
         self.tables.publish(sequence)
-        self.tables.step_done(sequence)
+        self.tables.step_done(chunk)
 
     def run(self, tokens: list[int], salt: bytes = b"", num_output: int = 1) -> Sequence:
         """A whole request: its output ids are 50, 51, ..."""
@@ -132,9 +132,9 @@ def test_blocks_of_two_launched_steps_wait_for_the_second() -> None:
     first = worker.launch(sequence)
     second = worker.launch(sequence)
     worker.tables.release(sequence)
-    worker.tables.step_done(first.sequence)
+    worker.tables.step_done(first)
     assert worker.pool.books().leased == 3
-    worker.tables.step_done(second.sequence)
+    worker.tables.step_done(second)
     assert worker.pool.books() == EMPTY
 
 
@@ -197,8 +197,8 @@ def test_a_block_whose_last_token_is_still_on_the_device_is_not_published() -> N
     sequence.append(50)
     worker.tables.publish(sequence)
     assert sequence.num_published == 2
-    worker.tables.step_done(prompt.sequence)
-    worker.tables.step_done(ahead.sequence)
+    worker.tables.step_done(prompt)
+    worker.tables.step_done(ahead)
     worker.tables.release(sequence)
     assert worker.num_cached([*PROMPT[:7], 50, 99]) == 8
 
@@ -274,7 +274,7 @@ def test_a_late_release_of_a_gone_sequence_takes_nothing_from_its_successor() ->
     worker.tables.publish(gone)
     assert (successor.blocks, worker.pool.books().leased) == ([0, 1, 2], 3)
     with pytest.raises(AssertionError, match="no step of this sequence is in flight"):
-        worker.tables.step_done(gone)
+        worker.tables.step_done(Chunk(gone, 0, 1, False, False, (0,)))
 
 
 def test_a_released_sequence_gets_no_blocks() -> None:

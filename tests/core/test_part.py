@@ -1,16 +1,20 @@
 """The last door before a worker: what it refuses, and the budget of a step."""
 
 import pytest
+from msgspec.structs import replace
 
 from crossdock.core.part import StepBudget, refuse_unfit
 from crossdock.core.request import Request, RequestId, SamplingParams, pack_ids
 
+from ..parts import card
+
+CARD = replace(card(num_blocks=4), vocab_size=100, max_model_len=10)
 FIT = SamplingParams(max_tokens=4, seed=0)
 
 
 def reason(prompt: bytes, params: SamplingParams = FIT) -> str | None:
     request = Request(request_id=RequestId("r"), prompt=prompt, params=params)
-    return refuse_unfit(request, vocab_size=100, max_model_len=10)
+    return refuse_unfit(request, CARD)
 
 
 def test_planning_takes_tokens_and_a_sequence_from_the_budget() -> None:

@@ -99,13 +99,13 @@ def reservation(name: str, blocks: list[int], first_missing: int = 0, lease_id: 
     )
 
 
-def commit(name: str, num_block_groups: int, first_token_id: int = FIRST, lease_id: int = 0) -> Commit:
+def commit(name: str, num_block_groups: int, *first_token_ids: int | None, lease_id: int = 0) -> Commit:
     return Commit(
         transfer_id=TransferId(f"t-{name}"),
         lease_id=LeaseId(lease_id),
         generation=0,
         num_block_groups=num_block_groups,
-        first_token_id=first_token_id,
+        first_token_ids=list(first_token_ids or [FIRST]),
     )
 
 
@@ -317,7 +317,7 @@ def test_a_wrong_count_or_a_wrong_token_attaches_nothing() -> None:
     bench.offer(request("a", 16))
     bench.push("a", 0, [0])
     bench.push("a", 1, [0])
-    assert bench.hear(commit("a", 2, first_token_id=1000)) == []
+    assert bench.hear(commit("a", 2, 1000)) == []
     reason = "3 block groups are committed, 1 blocks reserved"
     assert bench.hear(commit("a", 3)) == [rejected("a", reason)]
     assert (bench.attached, bench.books) == ([], leased(0, 7, quarantined=1))

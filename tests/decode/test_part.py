@@ -38,7 +38,7 @@ class Bench:
         results = [ChunkResult(token_id) for token_id in token_ids]
         self.part.apply(list(zip(chunks, results, strict=True)), 0.0)
         for chunk in chunks:
-            self.tables.step_done(chunk.sequence)
+            self.tables.step_done(chunk)
         deltas, self.outbox.deltas = self.outbox.deltas, []
         return deltas
 
@@ -178,7 +178,7 @@ def test_preemption_changes_no_token_and_repeats_none() -> None:
         results = [ChunkResult(token_id) for token_id in drawn]
         bench.part.apply(list(zip(chunks, results, strict=True)), 0.0)
         for chunk in chunks:
-            bench.tables.step_done(chunk.sequence)
+            bench.tables.step_done(chunk)
     for delta in bench.outbox.deltas:
         told[str(delta.request_id)].append((delta.index, delta.token_id))
     expected = [(index, 600 + index) for index in range(1, 9)]

@@ -14,10 +14,12 @@ class Bench:
         self.scheduler = DecodeScheduler(self.tables)
         self.num_added = 0
 
-    def add(self, name: str, num_prompt: int = 16, max_tokens: int = 20, first_id: int | None = None) -> Sequence:
+    def add(
+        self, name: str, num_prompt: int = 16, max_tokens: int = 20, first_id: int | None = None, priority: int = 0
+    ) -> Sequence:
         """A request whose prompt is computed and whose first token is known; prompts differ unless told otherwise."""
         first_id = 100 * self.num_added if first_id is None else first_id
-        sequence = Sequence.of(request(name, num_prompt, max_tokens, first_id=first_id))
+        sequence = Sequence.of(request(name, num_prompt, max_tokens, priority, first_id))
         self.num_added += 1
         self.tables.grow(sequence, num_prompt)
         sequence.num_scheduled = sequence.num_computed = num_prompt
@@ -47,6 +49,18 @@ def test_every_running_request_gets_a_token_in_every_step_oldest_first() -> None
     assert bench.step() == ["a 16-17 ->", "b 20-21 ->"]
     bench.add("c", 3)
     assert bench.step() == ["a 17-18 ->", "b 21-22 ->", "c 3-4 ->"]
+
+
+def test_the_urgent_are_served_first_and_the_youngest_of_the_least_urgent_gives_way() -> None:
+    bench = Bench(4)
+    late = bench.add("late", priority=1)
+    bench.add("b", priority=0)
+    later = bench.add("later", priority=1)
+    bench.add("a", priority=-1)
+    assert bench.step() == ["a 16-17 ->"]
+    assert [len(sequence.blocks) for sequence in (late, later)] == [1, 0]
+    assert bench.step() == ["a 17-18 ->", "b 16-17 ->"]
+    assert [len(sequence.blocks) for sequence in (late, later)] == [0, 0]
 
 
 def test_the_next_token_is_planned_while_the_one_before_is_on_the_device() -> None:

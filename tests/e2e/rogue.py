@@ -49,6 +49,7 @@ class Rogue:
             layout=SMALL_LAYOUT,
             num_blocks=64,
             max_model_len=1024,
+            max_num_seqs=64,
             vocab_size=320,
             num_layer_groups=NUM_GROUPS,
         )
@@ -108,7 +109,7 @@ class Rogue:
                 lease_id=lease.lease_id,
                 generation=lease.generation,
                 num_block_groups=num_block_groups,
-                first_token_id=7,
+                first_token_ids=[7],
             )
         )
 

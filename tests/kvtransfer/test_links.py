@@ -96,6 +96,7 @@ class Worker:
             layout=layout,
             num_blocks=NUM_BLOCKS,
             max_model_len=64,
+            max_num_seqs=64,
             vocab_size=100,
             num_layer_groups=2,
             transports=tuple(transport.card for transport in made),

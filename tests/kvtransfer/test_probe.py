@@ -33,6 +33,7 @@ CARD = WorkerCard(
     layout=LAYOUT,
     num_blocks=8,
     max_model_len=64,
+    max_num_seqs=64,
     vocab_size=100,
     num_layer_groups=2,
 )

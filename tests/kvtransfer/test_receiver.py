@@ -48,7 +48,7 @@ def commit(num_block_groups: int = 4, generation: int = 2) -> Commit:
         lease_id=LeaseId(4),
         generation=generation,
         num_block_groups=num_block_groups,
-        first_token_id=77,
+        first_token_ids=[77],
     )
 
 
@@ -75,7 +75,7 @@ def test_it_attaches_when_every_group_of_every_block_has_landed_and_is_committed
     assert deliver(receiver, push(0, 20, 21), 1.0) == NOTHING
     assert deliver(receiver, push(1, 20, 21), 1.0) == NOTHING
     assert deliver(receiver, commit(), 1.1) == ReceiverActions((ATTACHED,), change=Change.ATTACH)
-    assert receiver.first_token_id == 77
+    assert receiver.first_token_ids == [77]
 
 
 def test_a_commit_that_overtakes_pushes_waits_for_them() -> None:

@@ -66,7 +66,7 @@ def push(group: int, source: range, blocks: list[int]) -> PushBlocks:
 
 def commit(num_block_groups: int, token_id: int = 77) -> Commit:
     return Commit(
-        transfer_id=T, lease_id=LeaseId(4), generation=2, num_block_groups=num_block_groups, first_token_id=token_id
+        transfer_id=T, lease_id=LeaseId(4), generation=2, num_block_groups=num_block_groups, first_token_ids=[token_id]
     )
 
 
@@ -85,7 +85,7 @@ def test_each_layer_group_is_pushed_as_soon_as_it_is_written() -> None:
     assert sender.written(0, 2, 1.2) == NOTHING
     assert sender.written(0, 3, 1.3).pushes == (push(0, range(2, 3), [30]),)
     assert sender.written(1, 3, 1.4).pushes == (push(1, range(2, 3), [30]),)
-    assert sender.finish(77, 1.5) == SenderActions(messages=(commit(6),))
+    assert sender.finish([77], 1.5) == SenderActions(messages=(commit(6),))
     assert sender.handle(Attached(transfer_id=T), 1.6) == SenderActions(outcome=Attached(transfer_id=T))
     assert sender.is_ended
 
@@ -93,7 +93,7 @@ def test_each_layer_group_is_pushed_as_soon_as_it_is_written() -> None:
 def test_a_reservation_after_the_end_of_prefill_gets_all_pushes_and_the_commit() -> None:
     sender = make_sender()
     assert sender.written(0, 3, 0.5) == NOTHING
-    assert sender.finish(77, 0.6) == NOTHING
+    assert sender.finish([77], 0.6) == NOTHING
     actions = sender.handle(reservation(first_missing=1, blocks=(20, 21)), 1.0)
     assert actions.pushes == (push(0, range(1, 3), [20, 21]), push(1, range(1, 3), [20, 21]))
     assert actions.messages == (commit(4),)
@@ -101,7 +101,7 @@ def test_a_reservation_after_the_end_of_prefill_gets_all_pushes_and_the_commit()
 
 def test_finish_alone_pushes_everything() -> None:
     sender = reserved_sender()
-    actions = sender.finish(77, 2.0)
+    actions = sender.finish([77], 2.0)
     assert actions.pushes == (push(0, range(3), [20, 21, 30]), push(1, range(3), [20, 21, 30]))
     assert actions.messages == (commit(6),)
 
@@ -109,7 +109,7 @@ def test_finish_alone_pushes_everything() -> None:
 def test_a_prompt_that_is_cached_whole_at_the_decode_worker_is_only_committed() -> None:
     sender = make_sender()
     assert sender.handle(reservation(3, ()), 1.0) == NOTHING
-    assert sender.finish(77, 1.1) == SenderActions(messages=(commit(0),))
+    assert sender.finish([77], 1.1) == SenderActions(messages=(commit(0),))
 
 
 def test_the_offer_is_repeated_every_third_of_a_lease_time_until_hopeless() -> None:
@@ -141,16 +141,16 @@ def test_a_worker_that_stood_still_past_its_share_of_the_lease_writes_no_more() 
 
 def test_a_reservation_counts_from_when_the_loop_last_came_round_because_it_may_have_waited_since() -> None:
     sender = make_sender()
-    sender.finish(77, 0.1)
+    sender.finish([77], 0.1)
     assert sender.handle(reservation(), 9.0) == cancelled("the lease expired unused")
     sender = make_sender()
-    sender.finish(77, 0.1)
+    sender.finish([77], 0.1)
     assert len(sender.handle(reservation(), 8.9).pushes) == 2
 
 
 def test_the_commit_is_repeated_and_given_up() -> None:
     sender = reserved_sender()
-    sender.finish(77, 2.0)
+    sender.finish([77], 2.0)
     assert sender.tick(5.9) == NOTHING
     assert [sender.tick(2.0 + 4.0 * i).messages for i in range(1, 6)] == [(commit(6),)] * 5
     assert sender.tick(2.0 + 12.0 * COMMIT_LEASES) == cancelled("no answer to the commit")

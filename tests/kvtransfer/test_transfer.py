@@ -98,7 +98,7 @@ class DecodeSide:
     def _change(self, receiver: Receiver, change: Change | None) -> None:
         match change:
             case Change.ATTACH:
-                assert receiver.first_token_id == FIRST_TOKEN
+                assert receiver.first_token_ids == [FIRST_TOKEN]
                 self.attached += receiver.blocks
                 self.num_attached += 1
                 assert self.num_attached == 1, "a transfer attaches once"
@@ -185,7 +185,7 @@ class Crossing:
     def finish(self) -> None:
         for group in range(self.setup.num_groups):
             self.compute(group, self.setup.num_blocks)
-        self.obey(self.sender.finish(FIRST_TOKEN, self.now))
+        self.obey(self.sender.finish([FIRST_TOKEN], self.now))
 
     def deliver(self, packet: Delivery) -> None:
         if packet.sender == PREFILL:

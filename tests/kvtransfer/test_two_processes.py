@@ -63,7 +63,7 @@ COMMIT = Commit(
     lease_id=LeaseId(4),
     generation=2,
     num_block_groups=len(DESTINATIONS) * NUM_GROUPS,
-    first_token_id=77,
+    first_token_ids=[77],
 )
 
 

@@ -70,7 +70,7 @@ class Bench:
         results = [ChunkResult(token_id if chunk.samples else None) for chunk in chunks]
         self.part.apply(list(zip(chunks, results, strict=True)), 0.0)
         for chunk in chunks:
-            self.tables.step_done(chunk.sequence)
+            self.tables.step_done(chunk)
 
     def compute(self, token_id: int = FIRST) -> None:
         self.finish(self.plan(), token_id)
@@ -102,7 +102,7 @@ def commit(num_block_groups: int) -> tuple[Peer, Message]:
         lease_id=LeaseId(3),
         generation=1,
         num_block_groups=num_block_groups,
-        first_token_id=FIRST,
+        first_token_ids=[FIRST],
     )
 
 

@@ -59,14 +59,15 @@ def test_the_next_chunk_is_planned_while_the_one_before_is_on_the_device() -> No
     assert bench.plan(32) == []
 
 
-def test_prompts_under_way_share_the_budget_in_their_order() -> None:
+def test_prompts_under_way_go_on_before_new_ones_of_their_priority_and_after_more_urgent_ones() -> None:
     bench = Bench(16)
     bench.add("a", 20)
     bench.add("b", 100, first_id=100)
     assert bench.step(64) == ["a 0-20 ->", "b 0-32"]
     bench.add("c", 20, priority=-1, first_id=300)
-    assert bench.step(64) == ["b 32-96"]  # what has begun goes on first, or its blocks would lie idle
-    assert bench.step(64) == ["b 96-100 ->", "c 0-20 ->"]
+    bench.add("d", 20, first_id=400)
+    assert bench.step(64) == ["c 0-20 ->", "b 32-64"]
+    assert bench.step(64) == ["b 64-100 ->", "d 0-20 ->"]
 
 
 def test_no_more_prompts_are_in_a_step_than_it_may_have_sequences() -> None:
@@ -137,7 +138,7 @@ def test_an_abort_before_the_step_has_run_leaves_nothing_to_reuse() -> None:
     (chunk,) = bench.plan()
     bench.tables.release(first)
     assert bench.tables.pool.books().leased == 4
-    bench.tables.step_done(chunk.sequence)
+    bench.tables.step_done(chunk)
     assert bench.tables.pool.books() == free(8)
     bench.add("b", 64)
     assert bench.step() == ["b 0-64 ->"]

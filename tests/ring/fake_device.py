@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from crossdock.core.kv_layout import KvLayout, LayerGroup
 from crossdock.core.request import Request, unpack_ids
-from crossdock.core.sequence import Chunk, ChunkResult
+from crossdock.core.sequence import Chunk, ChunkResult, Draw
 from crossdock.kvtransfer.pool_bytes import PoolBytes
 
 VOCAB_SIZE = 1 << 20
@@ -96,6 +96,7 @@ class FakeExecutor:
         step = self.queue[0]
         if step.num_groups_done == 0:
             self._take_pending(step)
+            self._copy_blocks(step)
         for number in range(len(step.chunks)):
             self._compute(step, number, self._groups[step.num_groups_done])
         step.num_groups_done += 1
@@ -115,6 +116,13 @@ class FakeExecutor:
                 ids.append(step.previous.sampled[id(chunk.sequence)])
             assert len(ids) == chunk.num_tokens, "the ids of a chunk are known when its step begins"
 
+    def _copy_blocks(self, step: FakeLaunched) -> None:
+        for chunk in step.chunks:
+            if chunk.copy_from is not None:
+                destination = chunk.blocks[chunk.start // self._block_size]
+                self._check_write(destination)
+                self._entries[destination] = self._entries[chunk.copy_from]
+
     def _compute(self, step: FakeLaunched, number: int, group: LayerGroup) -> None:
         chunk, size = step.chunks[number], self._block_size
         table = list(chunk.blocks[: -(-chunk.end // size)])
@@ -133,6 +141,7 @@ class FakeExecutor:
         chunk = step.chunks[number]
         if not chunk.samples:
             return ChunkResult(None)
-        token = draw(chunk.sequence.request, chunk.output_index, step.contexts[number])
+        index, context = chunk.output_index, step.contexts[number]
+        token, *others = [draw(choice, index, context) for choice in chunk.sequence.request.choices]
         step.sampled[id(chunk.sequence)] = token
-        return ChunkResult(token)
+        return ChunkResult(token, forks=tuple(Draw(other) for other in others))

@@ -75,13 +75,14 @@ class SimulatedWorker:
         self.pool = BlockPool(shape.num_blocks)
         self.prefixes = PrefixCache(self.pool, shape.prefix_cache)
         hasher = BlockHasher(KEY, model_root(KEY, "fake", layout), shape.block_size)
-        tables = BlockTables(self.pool, self.prefixes, hasher, shape.block_size)
+        self.tables = tables = BlockTables(self.pool, self.prefixes, hasher, shape.block_size)
         self.card = WorkerCard(
             role=role,
             model="fake",
             layout=layout,
             num_blocks=shape.num_blocks,
             max_model_len=shape.num_blocks * shape.block_size,
+            max_num_seqs=shape.max_num_seqs,
             vocab_size=VOCAB_SIZE,
             num_layer_groups=NUM_LAYERS,
         )
@@ -117,6 +118,8 @@ class SimulatedWorker:
         """Somebody is about to write to this block: it must be held, and not be known under a hash."""
         assert not self.is_reusable(block), f"{self.peer.incarnation} writes to block {block}, which may be given out"
         assert self.pool.hash_of(block) is None, f"block {block} is published and written to"
+        num_holders = self.pool.num_references(block) - self.tables._being_copied[block]
+        assert num_holders <= 1, f"block {block} is written to and has {num_holders} holders"
 
     def is_reusable(self, block: int) -> bool:
         return block in self.pool._free or block in self.pool._cached
@@ -190,6 +193,7 @@ class SimulatedWorker:
             "scheduled": len(decode._scheduler._requests),
             "arrivals": len(arrivals._arrivals),
             "queued offers": len(arrivals._queue),
+            "copies": self.tables._being_copied.total(),
             "steps": len(self.device.queue),
             "work": int(self.engine.has_work),
         }
@@ -198,8 +202,9 @@ class SimulatedWorker:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request as the router sees it. ``outcome`` is empty until it is over."""
+    """One choice of a request as the router sees it. ``outcome`` is empty until it is over."""
 
+    request_id: RequestId
     task: PrefillTask
     prefill: Peer
     expected: list[int]
@@ -207,10 +212,6 @@ class Call:
     legs: dict[int, Peer] = field(default_factory=dict)
     is_finished: bool = False
     outcome: str = ""
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.task.request.request_id
 
     @property
     def workers(self) -> set[Peer]:
@@ -336,14 +337,16 @@ class Ring:
     # --- the router ------------------------------------------------------------------------------
 
     def submit(self, request: Request, prefill: str, decode: str) -> Call:
+        """The call of the request itself; those of its forks are among ``calls``."""
         first, second = self._peer_of(prefill), self._peer_of(decode)
         task = PrefillTask(request=request, transfer_id=TransferId(request.request_id), decode=second)
-        expected = reference_output(request)
-        is_stop = bool(expected) and expected[-1] in request.params.stop_token_ids
-        call = Call(task, first, expected, FinishReason.STOP if is_stop else FinishReason.LENGTH)
-        self.calls[request.request_id] = call
+        for choice in request.choices:
+            expected = reference_output(choice)
+            is_stop = bool(expected) and expected[-1] in choice.params.stop_token_ids
+            finish = FinishReason.STOP if is_stop else FinishReason.LENGTH
+            self.calls[choice.request_id] = Call(choice.request_id, task, first, expected, finish)
         self.network.send(ROUTER, first, task)
-        return call
+        return self.calls[request.request_id]
 
     def abort(self, call: Call) -> None:
         self._close(call, "aborted")

@@ -113,6 +113,7 @@ class ScriptedWorker:
             layout=LAYOUT,
             num_blocks=64,
             max_model_len=400,
+            max_num_seqs=64,
             vocab_size=VOCAB_SIZE,
             num_layer_groups=1,
         )
@@ -147,7 +148,8 @@ class ScriptedWorker:
             case PrefillTask() as task:
                 self._prefill(task)
             case Offer(transfer_id=_, request=request, router=router):
-                self._start(request, router, first=1)
+                for choice in request.choices:
+                    self._start(choice, router, first=1)
             case Abort(request_id):
                 self.aborted.append(request_id)
                 if request_id in self.active:
@@ -164,14 +166,16 @@ class ScriptedWorker:
         request = task.request
         failure = self.behaviour.fails_with
         if failure is not None:
-            ids = {"request_id": request.request_id, "transfer_id": task.transfer_id}
-            self.send(self.router, msgspec.structs.replace(failure, **ids))
+            for choice in request.choices:
+                ids = {"request_id": choice.request_id, "transfer_id": task.transfer_id}
+                self.send(self.router, msgspec.structs.replace(failure, **ids))
             return
         if request.params.prompt_logprobs is not None:
             logprobs = [TokenLogprobs(-float(n)) for n in range(1, request.num_prompt_tokens)]
             self.send(self.router, PromptLogprobs(request_id=request.request_id, start=1, logprobs=logprobs))
         is_mine = task.decode == self.mailbox.peer
-        self._start(request, self.router, first=0, end=None if is_mine else 1)
+        for choice in request.choices:
+            self._start(choice, self.router, first=0, end=None if is_mine else 1)
         if not is_mine and len(self._deltas(request)) > 1:
             offer = Offer(transfer_id=TransferId("t"), request=request, router=self.router)
             self.send(task.decode, offer)

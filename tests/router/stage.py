@@ -85,7 +85,14 @@ class Client:
 
 def card(role: Role, model: str = "m") -> WorkerCard:
     return WorkerCard(
-        role=role, model=model, layout=LAYOUT, num_blocks=64, max_model_len=200, vocab_size=256, num_layer_groups=1
+        role=role,
+        model=model,
+        layout=LAYOUT,
+        num_blocks=64,
+        max_model_len=200,
+        max_num_seqs=64,
+        vocab_size=256,
+        num_layer_groups=1,
     )
 
 

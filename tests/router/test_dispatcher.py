@@ -123,12 +123,16 @@ def test_log_probabilities_of_the_prompt_reach_the_client() -> None:
     assert client.prompt_parts == [1]
 
 
-def test_all_choices_of_a_prompt_go_to_one_pair() -> None:
+def test_all_choices_of_a_prompt_go_to_one_pair_in_one_task() -> None:
     stage = Stage()
     stage.join_two_pairs()
     entries = stage.open(Client(), num_choices=4)
     assert len({legs(entry) for entry in entries}) == 1
-    assert [to for to, _ in stage.mailbox.take(PrefillTask)] == [legs(entries[0])[0]] * 4
+    [(to, task)] = stage.mailbox.take(PrefillTask)
+    assert (to, [choice.request_id for choice in task.request.choices]) == (
+        legs(entries[0])[0],
+        ["r-0.1", "r-1.1", "r-2.1", "r-3.1"],
+    )
 
 
 def test_without_workers_nothing_is_opened() -> None:

@@ -29,6 +29,7 @@ def card(role: Role, model: str = "m", layout: KvLayout = LAYOUT, max_model_len:
         layout=layout,
         num_blocks=64,
         max_model_len=max_model_len,
+        max_num_seqs=64,
         vocab_size=256,
         num_layer_groups=2,
     )

@@ -37,7 +37,14 @@ class Nowhere:
 
 def worker(name: str) -> Worker:
     card = WorkerCard(
-        role=Role.MIXED, model="m", layout=LAYOUT, num_blocks=8, max_model_len=99, vocab_size=9, num_layer_groups=1
+        role=Role.MIXED,
+        model="m",
+        layout=LAYOUT,
+        num_blocks=8,
+        max_model_len=99,
+        max_num_seqs=64,
+        vocab_size=9,
+        num_layer_groups=1,
     )
     load = WorkerLoad(books=PoolBooks(free=8, cached=0, leased=0, quarantined=0))
     return Worker(Peer(f"tcp://{name}:1", Incarnation(name)), card, 0.0, load)
@@ -126,7 +133,7 @@ def test_any_order_with_any_repetition_yields_each_token_once(num_tokens: int, o
 
 def test_each_attempt_has_an_id_of_its_own_and_the_same_request() -> None:
     ledger, open_entry, (a, b) = Ledger(), entry(), (worker("a"), worker("b"))
-    first = ledger.begin(open_entry, Pair(a, b), now=0)
+    first = ledger.begin([open_entry], Pair(a, b), now=0)
     assert first == PrefillTask(
         request=Request(
             request_id=RequestId("cmpl-1-0.1"), prompt=open_entry.request.prompt, params=open_entry.request.params
@@ -135,20 +142,20 @@ def test_each_attempt_has_an_id_of_its_own_and_the_same_request() -> None:
         decode=b.peer,
     )
     assert ledger.end(open_entry)
-    second = ledger.begin(open_entry, Pair(b, b), now=1)
+    second = ledger.begin([open_entry], Pair(b, b), now=1)
     assert (second.request.request_id, second.transfer_id, second.decode) == ("cmpl-1-0.2", "cmpl-1-0.2", b.peer)
 
 
 def test_only_the_legs_of_the_current_attempt_are_heard() -> None:
     ledger, open_entry, (a, b, c) = Ledger(), entry(), (worker("a"), worker("b"), worker("c"))
-    ledger.begin(open_entry, Pair(a, b), now=0)
+    ledger.begin([open_entry], Pair(a, b), now=0)
     first_id = open_entry.attempt.request_id
     assert ledger.find(first_id, a.peer) is open_entry
     assert ledger.find(first_id, b.peer) is open_entry
     assert ledger.find(first_id, c.peer) is None
     assert ledger.find(first_id, Peer(a.peer.address, Incarnation("a2"))) is None
     ledger.end(open_entry)
-    ledger.begin(open_entry, Pair(a, c), now=1)
+    ledger.begin([open_entry], Pair(a, c), now=1)
     assert ledger.find(first_id, a.peer) is None
     assert ledger.find(open_entry.attempt.request_id, b.peer) is None
     assert ledger.find(open_entry.attempt.request_id, c.peer) is open_entry
@@ -160,7 +167,7 @@ def test_a_worker_s_entries_are_those_of_both_kinds_of_leg() -> None:
     for open_entry, pair, name in ((one, Pair(a, b), "1"), (two, Pair(b, b), "2"), (three, Pair(a, a), "3")):
         request = Request(request_id=RequestId(name), prompt=b"1234", params=open_entry.request.params)
         open_entry.request = request
-        ledger.begin(open_entry, pair, now=0)
+        ledger.begin([open_entry], pair, now=0)
     assert ledger.on_worker(a) == [one, three]
     assert ledger.on_worker(b) == [one, two]
     assert len(ledger) == 3
@@ -168,7 +175,7 @@ def test_a_worker_s_entries_are_those_of_both_kinds_of_leg() -> None:
 
 def test_ended_entries_leave_nothing_behind() -> None:
     ledger, open_entry, (a, b) = Ledger(), entry(), (worker("a"), worker("b"))
-    ledger.begin(open_entry, Pair(a, b), now=0)
+    ledger.begin([open_entry], Pair(a, b), now=0)
     assert ledger.end(open_entry)
     assert not ledger.end(open_entry)
     assert len(ledger) == 0

@@ -44,7 +44,14 @@ class Exported:
 
     def join(self, peer: Peer, role: Role) -> Worker:
         card = WorkerCard(
-            role=role, model="m", layout=LAYOUT, num_blocks=10, max_model_len=99, vocab_size=9, num_layer_groups=1
+            role=role,
+            model="m",
+            layout=LAYOUT,
+            num_blocks=10,
+            max_model_len=99,
+            max_num_seqs=64,
+            vocab_size=9,
+            num_layer_groups=1,
         )
         self.fleet.join(peer, card, now=0)
         self.prefixes.add(peer.incarnation, now=0)
@@ -127,7 +134,7 @@ def test_running_requests_have_a_token_and_waiting_ones_have_none() -> None:
         open_entry = entry()
         open_entry.request = Request(request_id=RequestId(name), prompt=b"1234", params=open_entry.request.params)
         open_entry.first_token_at = first_token_at
-        exported.ledger.begin(open_entry, Pair(prefill, decode), now=0)
+        exported.ledger.begin([open_entry], Pair(prefill, decode), now=0)
     found = exported.samples()
     assert (found[("vllm:num_requests_running",)], found[("vllm:num_requests_waiting",)]) == (2, 1)
 

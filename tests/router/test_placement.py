@@ -20,6 +20,7 @@ def worker(
         layout=LAYOUT,
         num_blocks=1000,
         max_model_len=max_model_len,
+        max_num_seqs=64,
         vocab_size=9,
         num_layer_groups=1,
     )

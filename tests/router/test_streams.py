@@ -35,7 +35,14 @@ from crossdock.router.text import TextModel
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 CARD = WorkerCard(
-    role=Role.MIXED, model="m", layout=LAYOUT, num_blocks=8, max_model_len=99, vocab_size=257, num_layer_groups=1
+    role=Role.MIXED,
+    model="m",
+    layout=LAYOUT,
+    num_blocks=8,
+    max_model_len=99,
+    max_num_seqs=64,
+    vocab_size=257,
+    num_layer_groups=1,
 )
 LOAD = WorkerLoad(books=PoolBooks(free=8, cached=0, leased=0, quarantined=0))
 WORKER = Worker(Peer("tcp://w:1", Incarnation("w")), CARD, 0.0, LOAD)

@@ -139,7 +139,7 @@ async def test_a_client_that_leaves_leaves_no_span_open(
     (mixed,) = await cluster.add(Role.MIXED)
     mixed.behaviour.seconds_a_token = 30.0
     asking = asyncio.create_task(traced.post("/v1/completions", json={**BODY, "n": 2, "stream": is_stream}))
-    await wait(lambda: mixed.num_tasks == 2)
+    await wait(lambda: len(mixed.active) == 2)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
