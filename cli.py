@@ -47,6 +47,7 @@ from .cli_flags import (
     traces,
     with_flags_of,
 )
+from .cli_settings import settings
 from .core.config import (
     ChatConfig,
     DoorConfig,
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="crossdock",
-    help="Serve large language models with prefill and decode on separate workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -333,6 +333,7 @@ def _fail(reason: str) -> NoReturn:
     raise SystemExit(USAGE_STATUS)
 
 
+app.callback()(settings)
 app.command()(bench)
 app.command()(usage)
 app.add_typer(keys, name="keys")

@@ -98,6 +98,34 @@ def test_the_flags_of_a_group_stand_in_for_one_parameter_and_may_come_from_the_e
     ]
 
 
+def test_flags_may_come_from_a_file_and_give_way_to_the_others(tmp_path: Path) -> None:
+    path, usage_db = tmp_path / "crossdock.toml", tmp_path / "usage.db"
+    log = UsageLog(usage_db, clock=lambda: 0.0)
+    log.add("alice", "toy", TokenUsage(1, 0, 1))
+    log.close()
+    path.write_text(f'[usage]\nusage-db = "{usage_db}"\nby = ["day", "model"]\njson = true\n')
+    [row] = run("--config", path, "usage")
+    assert list(json.loads(row))[:2] == ["day", "model"]
+    assert run("--config", path, "usage", "--by", "key")[0].startswith('{"key": "alice"')
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[usage]\nbye = 1", "usage has no flag --bye"),
+        ("[serves]", "[serves] in"),
+        ("[keys]", "[keys] in"),
+        ("usage = 1", "[usage] in"),
+        ("[usage", "cannot read"),
+        ("[serve]\nport = 'x'", "Invalid value for '--port'"),
+    ],
+)
+def test_a_file_with_what_no_command_has_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "crossdock.toml"
+    path.write_text(text)
+    assert reason in refused("--config", path, "serve", "demo")
+
+
 def test_without_flags_the_door_is_as_the_configuration_says() -> None:
     assert door() == DoorConfig()
 
