@@ -129,6 +129,7 @@ def serve(
         f"--transports={transports}",
         f"--threads={threads or max(1, _num_cores() // len(roles))}",
         f"--parent-pid={os.getpid()}",
+        f"--num-on-host={len(roles)}",
     ]
     flags += [f"--kv-memory={kv_memory}"] if kv_memory else []
     flags += [f"--num-blocks={num_blocks}"] if num_blocks else []
@@ -146,7 +147,7 @@ def serve(
         responses=responses,
         door=door,
     )
-    _serve(config, [(role, flags) for role in roles])
+    _serve(config, [(role, [f"--number={number}", *flags]) for number, role in enumerate(roles)])
 
 
 @app.command()
@@ -212,6 +213,8 @@ def worker(
     prefix_cache: PrefixCache = ENGINE.prefix_cache,
     transports: Transports = TRANSPORTS,
     threads: Threads = None,
+    number: Annotated[int, typer.Option(help="Of the workers that share this host's GPUs.", min=0)] = 0,
+    num_on_host: Annotated[int, typer.Option(help="How many workers share this host's GPUs.", min=1)] = 1,
     parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one worker: an engine that reports to a router and serves what it is sent."""
@@ -234,7 +237,17 @@ def worker(
         num_threads=threads,
     )
     transfer = TransferConfig(transports=tuple(transports.split(",")))
-    config = WorkerConfig(model, router, role=role, host=host, engine=engine, transfer=transfer, traces=traces)
+    config = WorkerConfig(
+        model,
+        router,
+        role=role,
+        number=number,
+        num_on_host=num_on_host,
+        host=host,
+        engine=engine,
+        transfer=transfer,
+        traces=traces,
+    )
     source = _resolve(model)
     from .worker import Worker  # torch: only this command pays for it
 

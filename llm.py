@@ -32,7 +32,7 @@ from .core.messages import (
     TokenDelta,
     WorkerCard,
 )
-from .core.part import Delivery, Part, TransferFailed
+from .core.part import Delivery, Part, Payload, TransferFailed
 from .core.request import Fork, Request, RequestId, SamplingParams, TransferId
 from .core.sequence import FinishReason
 from .decode.part import DecodePart
@@ -279,5 +279,5 @@ def _task(number: int, choices: Seq[Choice]) -> PrefillTask:
     return PrefillTask(request=request, transfer_id=TransferId(request_id), decode=HERE)
 
 
-def _nothing_lands(push: Push, payload: memoryview) -> None:
+def _nothing_lands(push: Push, payload: Payload) -> None:
     raise TransferFailed("there is no other worker")

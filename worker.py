@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import zmq
@@ -44,12 +45,13 @@ from .core.messages import (
 from .core.part import Delivery
 from .decode.part import DecodePart
 from .kvtransfer.links import Links
-from .kvtransfer.pool_bytes import PoolBytes
+from .kvtransfer.pool_bytes import PoolBytes, PoolMemory
 from .kvtransfer.shm import SharedPool, ShmTransport, allocate_shared
 from .kvtransfer.tcp import TcpTransport
-from .kvtransfer.transport import Transport
+from .kvtransfer.transport import Inbox, Transport
+from .model.device_stream import CudaStream
 from .model.engine import Engine, Step
-from .model.startup import LoadedModel, load_model
+from .model.startup import LoadedModel, load_model, share_gpus
 from .prefill.part import PrefillPart
 
 _log = logging.getLogger("crossdock.worker")
@@ -61,12 +63,15 @@ class Outgoing:
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._deltas: dict[Peer, list[TokenDelta]] = defaultdict(list)
-        self.push: Callable[[Peer, Push, list[int]], None]
+        self.links: Links
 
     def send(self, to: Peer, message: Message) -> None:
-        """What was emitted before for the same peer goes first."""
+        """What was emitted or pushed before for the same peer goes first."""
         self._flush(to)
-        self._mailbox.send(to, message)
+        self.links.send(to, message)
+
+    def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
+        self.links.push(to, header, source_blocks)
 
     def emit(self, router: Peer, delta: TokenDelta) -> None:
         self._deltas[router].append(delta)
@@ -98,28 +103,27 @@ class Worker:
         self._peers: set[Peer] = set()
         self._is_draining = False
         self._are_books_checked = False
-        self._model, shared = self._load(path, fingerprint)
-        self._compose(fingerprint, shared)
+        self._shared: SharedPool | None = None
+        self._model = self._load(path, fingerprint)
+        self._compose(fingerprint)
 
-    def _load(self, path: Path, fingerprint: str) -> tuple[LoadedModel, SharedPool]:
-        pools: list[SharedPool] = []
+    def _load(self, path: Path, fingerprint: str) -> LoadedModel:
+        config = self._config
+        engine = share_gpus(config.engine, config.number, config.num_on_host)
 
         def allocate(num_bytes: int) -> memoryview:
-            pools.append(allocate_shared(num_bytes))
-            return pools[0].memory
+            self._shared = allocate_shared(num_bytes)
+            return self._shared.memory
 
-        key, engine = self._config.cluster_key, self._config.engine
-        vocabulary = partial(load_vocabulary, path)
-        model = load_model(path, fingerprint, key, engine, allocate, self._wake_up, _show_progress, vocabulary)
-        return model, pools[0]
+        key, vocabulary = config.cluster_key, partial(load_vocabulary, path)
+        return load_model(path, fingerprint, key, engine, allocate, self._wake_up, _show_progress, vocabulary)
 
-    def _compose(self, fingerprint: str, shared: SharedPool) -> None:
+    def _compose(self, fingerprint: str) -> None:
         """Bring engine, parts, links and mailbox together."""
         config, model, me = self._config, self._model, self._mailbox.peer
         num_blocks = model.tables.pool.num_blocks
         num_groups = model.executor.num_layer_groups
-        memory = PoolBytes(shared.memory, num_blocks, model.layout, num_groups)
-        transports = self._transports(memory, shared)
+        memory, transports = self._pool_and_transports(num_groups)
         self._card = WorkerCard(
             role=config.role,
             model=fingerprint,
@@ -133,9 +137,8 @@ class Worker:
         )
         lease_seconds = config.transfer.lease_seconds
         self._outbox = Outgoing(self._mailbox)
-        send, pool = self._outbox.send, model.tables.pool
-        self._links = Links(me, self._card, transports, pool, memory, send, lease_seconds)
-        self._outbox.push = self._links.push
+        self._links = Links(me, self._card, transports, model.tables.pool, memory, self._mailbox.send, lease_seconds)
+        self._outbox.links = self._links
         self._parts = self._decode, self._prefill = self._make_parts(memory)
         self._engine = Engine(
             model.executor, model.tables, self._parts, config.engine.chunk_tokens, config.engine.max_num_seqs
@@ -144,7 +147,7 @@ class Worker:
         for source in (self._mailbox.poll_socket, self._wake, *(inbox.poll_socket for inbox in self._links.inboxes)):
             self._poller.register(source, zmq.POLLIN)
 
-    def _make_parts(self, memory: PoolBytes) -> tuple[DecodePart, PrefillPart]:
+    def _make_parts(self, memory: PoolMemory) -> tuple[DecodePart, PrefillPart]:
         card, outbox, tables = self._card, self._outbox, self._model.tables
         lease_seconds, may_run = self._config.transfer.lease_seconds, self._model.grammars.may_run
         decode = DecodePart(card, tables, outbox, memory.group_bytes, self._links.land, lease_seconds, may_run)
@@ -160,15 +163,35 @@ class Worker:
         )
         return decode, prefill
 
-    def _transports(self, memory: PoolBytes, shared: SharedPool) -> list[Transport]:
-        known: dict[str, Callable[[], Transport]] = {
-            "shm": lambda: ShmTransport(memory, shared, self._mailbox.send),
-            "tcp": lambda: TcpTransport(memory, Mailbox(self._config.host, 0, self._mailbox.peer.incarnation)),
-        }
-        names = self._config.transfer.transports
-        if unknown := set(names) - set(known):
-            raise ValueError(f"transport {', '.join(sorted(unknown))} is unknown; there are {', '.join(known)}")
-        return [known[name]() for name in names]
+    def _pool_and_transports(self, num_groups: int) -> tuple[PoolMemory, list[Transport]]:
+        """The pool as transfers see it, and those of the wanted transports that can reach its kind of memory."""
+        memory: PoolMemory
+        usable: dict[str, Callable[[], Transport]]
+        kv, shared = self._model.kv, self._shared
+        if shared is not None:
+            host_pool = memory = PoolBytes(shared.memory, kv.num_blocks, kv.layout, num_groups)
+            usable = {"shm": lambda: ShmTransport(host_pool, shared)}
+        else:
+            from .kvtransfer.cuda_ipc import CudaIpcTransport  # CUDA, which only machines with a GPU have
+            from .kvtransfer.device_pool import DevicePool
+
+            device_pool = memory = DevicePool(kv.tensor, kv.layout, num_groups, CudaStream(kv.tensor.device))
+            usable = {"cuda_ipc": lambda: CudaIpcTransport(device_pool, self._wake_up)}
+        if find_spec("ucxx"):
+            usable["ucx"] = lambda: self._ucx_over(memory)
+        usable["tcp"] = lambda: TcpTransport(memory, Mailbox(self._config.host, 0, self._mailbox.peer.incarnation))
+        wanted = self._config.transfer.transports
+        if not set(wanted) & set(usable):
+            raise ValueError(
+                f"no transport of {', '.join(wanted)} reaches a pool in {kv.tensor.device.type} memory; "
+                f"{', '.join(usable)} would"
+            )
+        return memory, [usable[name]() for name in wanted if name in usable]
+
+    def _ucx_over(self, memory: PoolMemory) -> Transport:
+        from .kvtransfer.ucx import UcxTransport  # an extra
+
+        return UcxTransport(memory, self._mailbox.peer, self._config.cluster_key, self._config.transfer.lease_seconds)
 
     # --- the loop ------------------------------------------------------------------------------
 
@@ -306,7 +329,7 @@ class Worker:
     # --- small change --------------------------------------------------------------------------
 
     @property
-    def _mailboxes(self) -> tuple[Mailbox, ...]:
+    def _mailboxes(self) -> tuple[Inbox, ...]:
         return (self._mailbox, *self._links.inboxes)
 
     @property

@@ -20,8 +20,7 @@ from crossdock.model.cpu_executor import CpuExecutor
 from crossdock.model.cuda_startup import build_executor, build_network
 from crossdock.model.device_stream import CudaStream
 from crossdock.model.engine import Step
-from crossdock.model.engine_plan import EnginePlan
-from crossdock.model.executor import Executor
+from crossdock.model.engine_plan import BuiltEngine, EnginePlan
 from crossdock.model.families import decoder_spec
 from crossdock.model.grammar import Grammars
 from crossdock.model.kv_tensors import KvTensors
@@ -50,7 +49,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, seed=0)
 NUM_MIXED, NUM_ALONE = 1000, 200
 STEPS_AN_ABORT = 3
 
-Build = Callable[[EnginePlan, int], Executor]
+Build = Callable[[EnginePlan, int], BuiltEngine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +135,17 @@ def plan_of(name: str, config: EngineConfig) -> EnginePlan:
     return EnginePlan(spec, RandomWeights(spec, 7), torch.float32, config)
 
 
-def cpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
+def cpu_executor(plan: EnginePlan, num_blocks: int) -> BuiltEngine:
     transformer = build_transformer(plan.spec, plan.weights, plan.dtype)
-    return CpuExecutor(transformer, KvTensors(plan.layout, num_blocks), plan.layout, plan.config.num_layer_groups)
+    kv = KvTensors(plan.layout, num_blocks)
+    return BuiltEngine(CpuExecutor(transformer, kv, plan.layout, plan.config.num_layer_groups), kv)
 
 
-def gpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
+def gpu_executor(plan: EnginePlan, num_blocks: int) -> BuiltEngine:
     stream = CudaStream(torch.device("cuda", 0))
-    return build_executor(plan, build_network(plan, stream), num_blocks, stream)
+    with torch.inference_mode(), stream.launching():
+        kv = KvTensors(plan.layout, num_blocks, device=stream.device)
+    return BuiltEngine(build_executor(plan, build_network(plan, stream), kv, stream), kv)
 
 
 def engine_of(plan: EnginePlan, build: Build) -> OfflineEngine:
@@ -153,6 +155,6 @@ def engine_of(plan: EnginePlan, build: Build) -> OfflineEngine:
     hasher = BlockHasher(b"key", model_root(b"key", "m", plan.layout), block_size)
     tables = BlockTables(pool, PrefixCache(pool, plan.config.prefix_cache), hasher, block_size)
     grammars = Grammars(no_vocabulary, plan.spec.vocab_size)
-    executor, longest = build(plan, num_blocks), plan.longest_request(num_blocks)
-    model = LoadedModel(plan.spec, plan.layout, tables, executor, longest, grammars)
+    built, longest = build(plan, num_blocks), plan.longest_request(num_blocks)
+    model = LoadedModel(plan.spec, plan.layout, tables, built.executor, built.kv, longest, grammars)
     return OfflineEngine(model, plan.config)

@@ -17,7 +17,7 @@ from crossdock.core.messages import (
     TokenDelta,
     WorkerCard,
 )
-from crossdock.core.part import Delivery, TransferFailed
+from crossdock.core.part import Delivery, Payload, TransferFailed
 from crossdock.core.request import Fork, Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
 from crossdock.decode.part import DecodePart
 from crossdock.model.engine import Engine, Step
@@ -157,5 +157,5 @@ class OfflineEngine:
             part.handle(Delivery(HERE, message), time.monotonic())
 
 
-def _nothing_lands(push: Push, payload: memoryview) -> None:
+def _nothing_lands(push: Push, payload: Payload) -> None:
     raise TransferFailed("there is no other worker")

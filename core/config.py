@@ -24,6 +24,8 @@ class EngineConfig:
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, activations, graphs and pool may take together."""
+    num_sharing_gpu: int = 1
+    """Workers on the same GPU, which get equal parts of that share."""
     max_model_len: int | None = None
     """Longest prompt plus output; the model's own limit, capped by what the pool holds, when unset."""
     max_num_seqs: int = 256
@@ -38,8 +40,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    transports: tuple[str, ...] = ("shm", "tcp")
-    """Allowed transports; a pair uses the fastest of them that passes its probe."""
+    transports: tuple[str, ...] = ("shm", "cuda_ipc", "ucx", "tcp")
+    """Allowed transports; a pair uses the fastest of them that both have and that passes its probe."""
     lease_seconds: float = 10.0
     """A lease that nobody renews for so long is ended."""
 
@@ -61,6 +63,9 @@ class WorkerConfig:
     model: str
     router_address: str
     role: Role = Role.MIXED
+    number: int = 0
+    """Of the ``num_on_host`` workers that share the GPUs of this host."""
+    num_on_host: int = 1
     host: str = "127.0.0.1"
     """Where this worker listens, and the name others reach it by; the port is chosen by the system."""
     cluster_key: bytes = b"crossdock"

@@ -48,13 +48,21 @@ class Handover:
     router: Peer
 
 
+class Payload(Protocol):
+    """Bulk bytes, in memory of the host or a GPU; what may read them knows where they lie."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, piece: slice, /) -> "Payload": ...
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A message as it arrived, with the bulk bytes that travelled beside it."""
+    """A message as it arrived, with the bulk bytes that travelled beside it; they are good until the next delivery."""
 
     sender: Peer
     message: Message
-    payload: memoryview = memoryview(b"")
+    payload: Payload = memoryview(b"")
 
 
 class TransferFailed(Exception):

@@ -29,7 +29,7 @@ from ..core.messages import (
     Renew,
     WorkerCard,
 )
-from ..core.part import Delivery, Handover, Outbox, refuse_unfit
+from ..core.part import Delivery, Handover, Outbox, Payload, refuse_unfit
 from ..core.request import Request, RequestId, TransferId
 from ..core.sequence import Sequence, ending
 from ..kvtransfer.lease import LeaseBook
@@ -74,7 +74,7 @@ class Arrivals:
         lease_seconds: float,
         num_held_back: Callable[[], int],
         attach: Callable[[Handover], None],
-        land: Callable[[Push, memoryview], None],
+        land: Callable[[Push, Payload], None],
     ) -> None:
         self._card = card
         self._tables = tables

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 
 from ..core.block_tables import BlockTables
 from ..core.messages import Abort, Peer, Push, RequestFailed, TokenDelta, WorkerCard
-from ..core.part import Delivery, Handover, MayRun, Outbox, StepBudget
+from ..core.part import Delivery, Handover, MayRun, Outbox, Payload, StepBudget
 from ..core.request import RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, settle
 from .arrivals import Arrivals
@@ -36,7 +36,7 @@ class DecodePart:
         tables: BlockTables,
         outbox: Outbox,
         group_bytes: tuple[int, ...],
-        land: Callable[[Push, memoryview], None],
+        land: Callable[[Push, Payload], None],
         lease_seconds: float,
         may_run: MayRun = lambda sequence: True,
     ) -> None:

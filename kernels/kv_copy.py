@@ -51,9 +51,13 @@ def copy_blocks(
     _launch(start, stop, source_blocks, destination_blocks, span, span.stride, span.stride, num_programs)
 
 
-def gather_blocks(pool: Tensor, blocks: Tensor, layers: range) -> Tensor:
-    """Of ``pool [num_blocks, num_layers, layer_bytes]``, uint8 -> ``[len(blocks), len(layers), layer_bytes]``."""
-    staging = pool.new_empty(len(blocks), len(layers), pool.shape[2])
+def gather_blocks(pool: Tensor, blocks: Tensor, layers: range, staging: Tensor | None = None) -> Tensor:
+    """Of ``pool [num_blocks, num_layers, layer_bytes]``, uint8 -> ``[len(blocks), len(layers), layer_bytes]``.
+
+    That is ``staging`` if given.
+    """
+    if staging is None:
+        staging = pool.new_empty(len(blocks), len(layers), pool.shape[2])
     span = layer_span(pool, layers)
     _launch(
         pool.data_ptr() + span.offset, staging.data_ptr(), blocks, None, span, span.stride, span.size, LOCAL_PROGRAMS

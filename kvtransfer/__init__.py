@@ -1,4 +1,6 @@
-"""Blocks between workers: from the pool of the one that computed them into the pool of the one that decodes. No torch.
+"""Blocks between workers: from the pool of the one that computed them into the pool of the one that decodes.
+
+Only the files of a GPU know torch, and they are imported only where there is one.
 
 ===============  ======================================================================================
 ``lease``        a promise on blocks, with its deadline and generation
@@ -6,9 +8,10 @@
 ``sender``       one transfer as the prefill side sees it, a pure state machine
 ``receiver``     one transfer as the decode side sees it, a pure state machine
 ``probe``        trying the transports of a pair, borrower and lender, pure state machines
-``pool_bytes``   the memory of a pool as bytes
+``pool_bytes``   the memory of a pool as bytes; ``device_pool`` of one on a GPU
 ``transport``    what a transport must do
 ``shm``          shared memory of one host
+``cuda_ipc``     a kernel writes into a mapped pool of another GPU; ``cuda_memory`` maps it
 ``tcp``          ZeroMQ frames, between any two hosts
 ``links``        which transport leads to which peer; the effects of all the above
 ===============  ======================================================================================

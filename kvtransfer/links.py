@@ -4,7 +4,9 @@ All effects of this part of the package are here: bytes are moved, messages are 
 few MiB a `sweep` is the longest that anything here keeps the loop.
 """
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
@@ -12,7 +14,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from ..core.block_pool import BlockPool, OutOfBlocks
-from ..core.mailbox import Mailbox
 from ..core.messages import (
     Link,
     Message,
@@ -26,18 +27,20 @@ from ..core.messages import (
     Push,
     WorkerCard,
 )
-from ..core.part import Delivery, TransferFailed
+from ..core.part import Delivery, Payload, TransferFailed
 from .loans import MAX_POOL_SHARE, Lender
-from .pool_bytes import PoolBytes
+from .pool_bytes import PoolMemory
 from .probe import Probe, ProbeActions, Trial, mismatch
-from .transport import POOL_WRITERS, BlockCopy, NotReachable, Transport
+from .transport import POOL_WRITERS, BlockCopy, Copying, Inbox, NotReachable, Transport
+
+_log = logging.getLogger("crossdock.links")
 
 PROBE_BYTES = 4 << 20
 DIGEST_BYTES = 32
 
 
 class Links:
-    """``me`` and ``card`` are this worker; ``send`` is its control mailbox, and like it never waits.
+    """``me`` and ``card`` are this worker; ``post`` is its control mailbox, and like it never waits.
 
     ``transports`` are the allowed ones, and ``card`` lists theirs. ``memory`` is what ``pool`` counts. ``clock``
     measures the trials and must run like the ``now`` of all calls.
@@ -49,8 +52,8 @@ class Links:
         card: WorkerCard,
         transports: Sequence[Transport],
         pool: BlockPool,
-        memory: PoolBytes,
-        send: Callable[[Peer, Message], None],
+        memory: PoolMemory,
+        post: Callable[[Peer, Message], None],
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,7 +63,7 @@ class Links:
         self._transports = {transport.card.name: transport for transport in transports}
         self._pool = pool
         self._memory = memory
-        self._send = send
+        self._post = post
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._random = np.random.default_rng()
@@ -70,9 +73,10 @@ class Links:
         self._probes: dict[Peer, Probe] = {}
         self._refused: dict[Peer, Link] = {}
         self._lender = Lender(pool, lease_seconds)
+        self._held_back: dict[Peer, deque[Copying | Message]] = {}
 
     @property
-    def inboxes(self) -> tuple[Mailbox, ...]:
+    def inboxes(self) -> tuple[Inbox, ...]:
         """Where bulk arrives, to be polled next to the control mailbox."""
         return tuple(transport.inbox for transport in self._transports.values() if transport.inbox)
 
@@ -96,10 +100,25 @@ class Links:
         if probe is None or not probe.is_linked or probe.link is None:
             raise TransferFailed(f"there is no link to {to.incarnation}")
         transport = self._transports[probe.link.transport]
+        header = replace(header, transport=probe.link.transport)
         copy = BlockCopy(source_blocks, header.blocks, self._memory.groups[header.group])
-        transport.push(to, replace(header, transport=probe.link.transport), copy)
+        copying = transport.push(to, header, copy)
+        if copying is not None and not copying.is_done:
+            self._held_back.setdefault(to, deque()).append(copying)
+        if header.transport in POOL_WRITERS:
+            self.send(to, header)
 
-    def land(self, header: Push, payload: memoryview) -> None:
+    def send(self, to: Peer, message: Message) -> None:
+        """Behind the copies to this peer that are under way.
+
+        So a `Commit` comes after all it counts, and after a `Cancel` nothing is written any more.
+        """
+        if (waiting := self._held_back.get(to)) is not None:
+            waiting.append(message)
+        else:
+            self._post(to, message)
+
+    def land(self, header: Push, payload: Payload) -> None:
         """Bring the payload of an accepted push to its place in the pool."""
         self._memory.land(header, payload)
 
@@ -124,9 +143,11 @@ class Links:
         return True
 
     def sweep(self, now: float) -> None:
-        """Deadlines, and at most one trial; call it in every iteration of the loop."""
+        """Ends of copies, deadlines, and at most one trial; call it in every iteration of the loop."""
+        for peer in list(self._held_back):
+            self._let_go(peer)
         for loan in self._lender.sweep(now):
-            self._send(loan.borrower, loan.grant)
+            self.send(loan.borrower, loan.grant)
         for probe in self._probes.values():
             self._act(probe, probe.tick(now))
         due = next((probe for probe in self._probes.values() if probe.trial), None)
@@ -136,6 +157,18 @@ class Links:
     def close(self) -> None:
         for transport in self._transports.values():
             transport.close()
+
+    def _let_go(self, peer: Peer) -> None:
+        """Send what waited for copies that are done by now."""
+        waiting = self._held_back[peer]
+        while waiting:
+            first = waiting[0]
+            if isinstance(first, Message):
+                self._post(peer, first)
+            elif not first.is_done:
+                return
+            waiting.popleft()
+        del self._held_back[peer]
 
     def _meet(self, peer: Peer, card: WorkerCard) -> None:
         """Probe a decode worker that is new here, unless no KV may go there at all."""
@@ -161,6 +194,7 @@ class Links:
         self._refused.pop(peer, None)
         self._dead.add(peer)
         self._lender.lose(peer, now)
+        self._held_back.pop(peer, None)
         for transport in self._transports.values():
             transport.forget(peer)
 
@@ -168,12 +202,12 @@ class Links:
         """Blocks lent on the late wish of a dead worker would never come back."""
         grant = self._lender.request(request, peer) if peer not in self._dead else None
         if grant is not None:
-            self._send(peer, grant)
+            self.send(peer, grant)
 
     def _granted(self, peer: Peer, grant: ProbeGrant, now: float) -> None:
         probe = self._probes.get(peer)
         if probe is None:
-            self._send(peer, ProbeDone(probe_id=grant.probe_id))
+            self.send(peer, ProbeDone(probe_id=grant.probe_id))
         else:
             self._act(probe, probe.granted(grant, now))
 
@@ -206,7 +240,11 @@ class Links:
             digest=blake2b(payload, digest_size=DIGEST_BYTES).digest(),
         )
         begun = self._clock()
-        self._transports[trial.transport].push(probe.peer, header, BlockCopy(sources, trial.blocks, layers))
+        copying = self._transports[trial.transport].push(probe.peer, header, BlockCopy(sources, trial.blocks, layers))
+        if copying is not None:
+            copying.wait()
+        if trial.transport in POOL_WRITERS:
+            self.send(probe.peer, header)
         return begun
 
     def _open(self, peer: Peer, name: str) -> None:
@@ -227,27 +265,29 @@ class Links:
             is_correct=is_correct,
             check_seconds=self._clock() - begun,
         )
-        self._send(loan.borrower, verdict)
+        self.send(loan.borrower, verdict)
 
-    def _holds(self, blocks: list[int], sent: ProbeSent, payload: memoryview) -> bool:
+    def _holds(self, blocks: list[int], sent: ProbeSent, payload: Payload) -> bool:
         layers = self._memory.all_layers
         wanted = 0 if sent.transport in POOL_WRITERS else len(blocks) * self._memory.layout.block_bytes
         if len(payload) != wanted:
             return False
-        if payload:
+        if len(payload):
             self._memory.write(blocks, layers, payload)
         return blake2b(self._memory.read(blocks, layers), digest_size=DIGEST_BYTES).digest() == sent.digest
 
     def _act(self, probe: Probe, actions: ProbeActions) -> None:
         for message in actions.messages:
-            self._send(probe.peer, message)
+            self.send(probe.peer, message)
         if actions.link is None:
             return
         for name, transport in self._transports.items():
             if name != actions.link.transport:
                 transport.forget(probe.peer)
+            elif detail := transport.detail(probe.peer):
+                _log.info("%s to %s goes over %s", name, probe.peer.address, detail)
         self._report(actions.link)
 
     def _report(self, link: Link | None) -> None:
         if self._router is not None and link is not None:
-            self._send(self._router, link)
+            self.send(self._router, link)

@@ -1,8 +1,11 @@
 """The memory of a pool as bytes: ``[num_blocks, num_layers, layer_bytes]``, a view; the owner keeps it alive.
 
-A span is the bytes of the layers of one group in one block; it is contiguous (core/kv_layout.py).
+A span is the bytes of the layers of one group in one block; it is contiguous (core/kv_layout.py). `PoolBytes` lies in
+the host's memory, `DevicePool` (device_pool.py) in a GPU's.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,9 +13,12 @@ from numpy.typing import NDArray
 
 from ..core.kv_layout import KvLayout, LayerGroup
 from ..core.messages import Push
+from ..core.part import Payload
 from .plan import merge_runs
 
 Bytes = NDArray[np.uint8]
+
+STAGING_BYTES = 4 << 20
 
 
 def view_pool(memory: memoryview, num_blocks: int, layout: KvLayout) -> Bytes:
@@ -22,29 +28,73 @@ def view_pool(memory: memoryview, num_blocks: int, layout: KvLayout) -> Bytes:
     return flat.reshape(num_blocks, layout.num_layers, layout.layer_bytes)
 
 
-class PoolBytes:
+class PoolMemory(ABC):
     """``groups`` are the layer groups in which transfers travel; a span of group g has ``group_bytes[g]`` bytes."""
 
-    def __init__(self, memory: memoryview, num_blocks: int, layout: KvLayout, num_groups: int) -> None:
+    def __init__(self, num_blocks: int, layout: KvLayout, num_groups: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.array = view_pool(memory, num_blocks, layout)
         self.groups = layout.layer_groups(num_groups)
         self.group_bytes = tuple((group.end - group.first) * layout.layer_bytes for group in self.groups)
         self.all_layers = LayerGroup(0, layout.num_layers)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Of one staging buffer: a few MiB, and always a block at least."""
+        return max(STAGING_BYTES, self.layout.block_bytes)
+
+    def staging_blocks(self, layers: LayerGroup) -> int:
+        """Spans that one staging buffer holds."""
+        return self.staging_bytes // ((layers.end - layers.first) * self.layout.layer_bytes)
+
+    @abstractmethod
+    def staging(self) -> Payload:
+        """A buffer in the kind of memory in which the pool lies."""
+
+    @abstractmethod
+    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> int:
+        """Copy the spans, one after the other, to the beginning of a staging buffer; their number of bytes."""
+
+    @abstractmethod
     def read(self, blocks: Sequence[int], layers: LayerGroup) -> bytes:
         """A copy of the spans, one after the other."""
+
+    @abstractmethod
+    def write(self, blocks: Sequence[int], layers: LayerGroup, payload: Payload) -> None:
+        """The inverse of `read` and `pack`; the payload must have the exact length."""
+
+    def land(self, header: Push, payload: Payload) -> None:
+        """Bring the payload of a push that the receiver has accepted to its place."""
+        self.write(header.blocks, self.groups[header.group], payload)
+
+
+class PoolBytes(PoolMemory):
+    """In memory of the host."""
+
+    def __init__(self, memory: memoryview, num_blocks: int, layout: KvLayout, num_groups: int) -> None:
+        super().__init__(num_blocks, layout, num_groups)
+        self.array = view_pool(memory, num_blocks, layout)
+
+    def read(self, blocks: Sequence[int], layers: LayerGroup) -> bytes:
         return b"".join(self.array[block, layers.first : layers.end].data for block in blocks)
 
-    def write(self, blocks: Sequence[int], layers: LayerGroup, payload: bytes | memoryview) -> None:
-        """The inverse of `read`; the payload must have the exact length."""
+    def staging(self) -> Bytes:
+        return np.zeros(self.staging_bytes, np.uint8)
+
+    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> int:
+        assert isinstance(staging, np.ndarray), "staged where the pool lies"
+        shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
+        num_bytes = math.prod(shape)
+        spans = staging[:num_bytes].reshape(shape)
+        for run in merge_runs(blocks, range(len(blocks))):
+            source = self.array[run.source : run.source + run.num_blocks, layers.first : layers.end]
+            spans[run.destination : run.destination + run.num_blocks] = source
+        return num_bytes
+
+    def write(self, blocks: Sequence[int], layers: LayerGroup, payload: Payload) -> None:
+        assert isinstance(payload, bytes | memoryview | np.ndarray), "staged where the pool lies"
         shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
         spans: Bytes = np.frombuffer(payload, np.uint8).reshape(shape)
         for run in merge_runs(range(len(blocks)), blocks):
             target = self.array[run.destination : run.destination + run.num_blocks, layers.first : layers.end]
             target[...] = spans[run.source : run.source + run.num_blocks]
-
-    def land(self, header: Push, payload: bytes | memoryview) -> None:
-        """Bring the payload of a push that the receiver has accepted to its place."""
-        self.write(header.blocks, self.groups[header.group], payload)

@@ -8,14 +8,13 @@ name, which Linux shows as the target of that link, and the host is told apart b
 import mmap
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
-from ..core.messages import Message, Peer, ProbeSent, Push, TransportCard
+from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import TransferFailed
 from .plan import merge_runs
 from .pool_bytes import Bytes, PoolBytes, view_pool
@@ -95,14 +94,13 @@ def _map_checked(fd: int, there: ShmAddress) -> mmap.mmap:
 
 
 class ShmTransport:
-    """Copies on the calling thread. Headers go out through ``send``, the control mailbox, after the copy."""
+    """Copies on the calling thread."""
 
     inbox = None
 
-    def __init__(self, pool: PoolBytes, shared: SharedPool, send: Callable[[Peer, Message], None]) -> None:
+    def __init__(self, pool: PoolBytes, shared: SharedPool) -> None:
         self.card = TransportCard("shm", shared.address)
         self._pool = pool
-        self._send = send
         self._peers: dict[Peer, Bytes] = {}
 
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
@@ -123,7 +121,9 @@ class ShmTransport:
         for run in merge_runs(copy.sources, copy.destinations):
             source = self._pool.array[run.source : run.source + run.num_blocks, layers]
             target[run.destination : run.destination + run.num_blocks, layers] = source
-        self._send(to, header)
+
+    def detail(self, peer: Peer) -> str:
+        return ""
 
     def forget(self, peer: Peer) -> None:
         self._peers.pop(peer, None)

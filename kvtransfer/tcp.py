@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ..core.mailbox import Mailbox
 from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import TransferFailed
-from .pool_bytes import PoolBytes
+from .pool_bytes import PoolMemory
 from .transport import BlockCopy
 
 PIECE_BYTES = 4 << 20
@@ -18,7 +18,7 @@ PIECE_BYTES = 4 << 20
 class TcpTransport:
     """``inbox`` is the bulk mailbox of this worker, with the worker's incarnation."""
 
-    def __init__(self, pool: PoolBytes, inbox: Mailbox) -> None:
+    def __init__(self, pool: PoolMemory, inbox: Mailbox) -> None:
         self.card = TransportCard("tcp", inbox.peer.address)
         self.inbox = inbox
         self._pool = pool
@@ -38,6 +38,9 @@ class TcpTransport:
             self.inbox.send(inbox, part, self._pool.read(piece.sources, piece.layers))
             if self.inbox.num_dropped > num_dropped:
                 raise TransferFailed("the queue to the peer is full")
+
+    def detail(self, peer: Peer) -> str:
+        return ""
 
     def forget(self, peer: Peer) -> None:
         inbox = self._peers.pop(peer, None)

@@ -1,24 +1,22 @@
 """What a transport must do: bring spans of the own pool to blocks of a peer's pool, then say so.
 
 A transport is chosen for each pair by its probe (probe.py). Some write into the peer's memory themselves (their
-name is in `POOL_WRITERS`) and then send the bare header; others send the bytes beside it, and the receiver
-brings them to their place once it has checked the header.
+name is in `POOL_WRITERS`), and the bare header follows; others send the bytes beside it, and the receiver brings them
+to their place once it has checked the header.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import zmq
 
 from ..core.kv_layout import LayerGroup
 from ..core.messages import Peer, ProbeSent, Push, TransportCard
-
-if TYPE_CHECKING:
-    from ..core.mailbox import Mailbox
+from ..core.part import Delivery
 
 POOL_WRITERS = frozenset({"shm", "cuda_ipc"})
-"""Transports after which the bytes lie in the receiver's pool when the header arrives."""
+"""Transports that bring the bytes to the receiver's pool and leave it to their caller to send the header after them."""
 
 
 class NotReachable(Exception):
@@ -33,11 +31,35 @@ class BlockCopy:
     destinations: list[int]
     layers: LayerGroup
 
-    def split(self, max_blocks: int) -> Iterator[BlockCopy]:
+    def split(self, max_blocks: int) -> "Iterator[BlockCopy]":
         """The same in pieces of at most ``max_blocks`` blocks."""
         for start in range(0, len(self.sources), max_blocks):
             piece = slice(start, start + max_blocks)
             yield BlockCopy(self.sources[piece], self.destinations[piece], self.layers)
+
+
+class Inbox(Protocol):
+    """What a worker's loop polls."""
+
+    num_rejected: int
+    """Messages that were malformed or meant for another incarnation."""
+
+    @property
+    def poll_socket(self) -> zmq.Socket[bytes] | int:
+        """Readable when something may have arrived; a file descriptor if a number."""
+
+    def receive(self) -> Delivery | None:
+        """The next message; ``None`` if none is here. Always asked until then before the loop polls."""
+
+
+class Copying(Protocol):
+    """A copy that is still under way; its end wakes the loop."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Until it is done."""
 
 
 class Transport(Protocol):
@@ -48,7 +70,7 @@ class Transport(Protocol):
         """How peers reach the own pool; its ``name`` is the transport's."""
 
     @property
-    def inbox(self) -> Mailbox | None:
+    def inbox(self) -> Inbox | None:
         """Where headers with payloads arrive; the worker polls it next to its control mailbox."""
 
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
@@ -57,13 +79,22 @@ class Transport(Protocol):
         Raises `NotReachable`.
         """
 
-    def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> None:
-        """Bring the bytes over; the header reaches the peer only after them. The sources are free to change on return.
+    def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> Copying | None:
+        """Bring the bytes over, and beside them the header, unless this is one of `POOL_WRITERS`.
+
+        ``None`` says that the sources are free to change. Otherwise the copy has only begun, and the caller says
+        nothing else to this peer before it is done.
 
         Raises `TransferFailed` if not all of it could be sent, or the peer is not open.
         """
 
+    def detail(self, peer: Peer) -> str:
+        """What else is worth telling of the way to an open peer."""
+
     def forget(self, peer: Peer) -> None:
-        """The incarnation is dead, or another transport was chosen: let go of what `open` holds."""
+        """The incarnation is dead, or another transport was chosen: let go of what `open` holds.
+
+        Waits for copies to it that are under way.
+        """
 
     def close(self) -> None: ...

@@ -24,6 +24,8 @@ from .warm_up import WarmUp
 
 GRAPH_BYTES = GIB // 2
 """Set aside for the graphs of a step's ladder; their buffers are shared."""
+CONTEXT_BYTES = GIB * 3 // 4
+"""What CUDA itself takes for a process, compiled kernels included."""
 COPIES_OF_LOGITS = 3
 """In float32, that sampling with penalties and filters makes at most."""
 
@@ -43,7 +45,9 @@ def build_on_gpu(plan: EnginePlan, device: torch.device) -> BuiltEngine:
     num_blocks = _num_blocks(plan, transformer, stream)
     phases.end("largest step")
     free_before, _ = torch.cuda.mem_get_info(device)
-    executor = build_executor(plan, transformer, num_blocks, stream)
+    with torch.inference_mode(), stream.launching():
+        kv = KvTensors(plan.layout, num_blocks, device=device)
+    executor = build_executor(plan, transformer, kv, stream)
     torch.cuda.synchronize(device)
     phases.end("graphs")
     pool_bytes = num_blocks * plan.layout.block_bytes
@@ -52,7 +56,7 @@ def build_on_gpu(plan: EnginePlan, device: torch.device) -> BuiltEngine:
         "ready: %s; pool of %d blocks (%.1f GiB), graphs and buffers %.2f GiB",
         phases, num_blocks, pool_bytes / GIB, other_bytes / GIB,
     )  # fmt: skip
-    return BuiltEngine(executor, num_blocks)
+    return BuiltEngine(executor, kv)
 
 
 class _Phases:
@@ -80,14 +84,13 @@ def build_network(plan: EnginePlan, stream: DeviceStream, num_programs: int | No
 
 
 def build_executor(
-    plan: EnginePlan, transformer: Transformer[DeviceBatch], num_blocks: int, stream: DeviceStream
+    plan: EnginePlan, transformer: Transformer[DeviceBatch], kv: KvTensors, stream: DeviceStream
 ) -> CudaExecutor:
-    """Everything but the weights, for a pool of so many blocks."""
+    """Everything but weights and pool."""
     shapes, layout, num_seats = StepShapes(plan.config.max_num_seqs), plan.layout, 2 * plan.config.max_num_seqs
-    max_blocks = layout.num_blocks_for(plan.longest_request(num_blocks))
+    max_blocks = layout.num_blocks_for(plan.longest_request(kv.num_blocks))
     groups = layout.layer_groups(plan.config.num_layer_groups)
     with torch.inference_mode(), stream.launching():
-        kv = KvTensors(layout, num_blocks, device=stream.device)
         inputs = StepInputs(stream, shapes, num_seats, max_blocks)
         sampler = CudaSampler(stream, num_seats, plan.spec.vocab_size, inputs.sampled)
         runner = CudaRunner(stream, transformer, kv, inputs, sampler, groups, shapes)
@@ -102,8 +105,10 @@ def _num_blocks(plan: EnginePlan, transformer: Transformer[DeviceBatch], stream:
     activations = _largest_step(plan, transformer, stream)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    in_use = total - free + fixed_bytes(plan)
-    memory = GpuMemory(total, config.gpu_memory_utilization, in_use, activations, GRAPH_BYTES)
+    is_alone = config.num_sharing_gpu == 1  # what others take meanwhile is their share
+    in_use = total - free if is_alone else torch.cuda.memory_reserved(device) + CONTEXT_BYTES
+    share = config.gpu_memory_utilization / config.num_sharing_gpu
+    memory = GpuMemory(total, share, in_use + fixed_bytes(plan), activations, GRAPH_BYTES)
     return memory.num_blocks(layout.block_bytes, MIN_BLOCKS)
 
 

@@ -9,6 +9,7 @@ from ..core.config import EngineConfig
 from ..core.kv_layout import KvLayout
 from .executor import Executor
 from .grammar import Grammars
+from .kv_tensors import KvTensors
 from .loading import Weights
 from .spec import DecoderSpec
 
@@ -52,7 +53,11 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An executor over a pool of ``num_blocks`` blocks."""
+    """An executor and its pool."""
 
     executor: Executor
-    num_blocks: int
+    kv: KvTensors
+
+    @property
+    def num_blocks(self) -> int:
+        return self.kv.num_blocks

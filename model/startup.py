@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,12 +31,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What steps need; ``max_model_len`` is the longest request that the pool can hold alone."""
+    """What steps need; ``kv`` is the pool's memory, ``max_model_len`` the longest request that it can hold alone."""
 
     spec: DecoderSpec
     layout: KvLayout
     tables: BlockTables
     executor: Executor
+    kv: KvTensors
     max_model_len: int
     grammars: Grammars
 
@@ -58,12 +59,12 @@ def load_model(
 ) -> LoadedModel:
     """Load a checkpoint (a folder or a GGUF file) and build its pool.
 
-    ``allocate(num_bytes)`` provides the pool's memory where another process must reach it: the host's, so the model
-    runs on the CPU. ``on_progress(done, total)`` follows the layers. ``load_vocabulary()`` is for the first request
-    with a grammar, and called from another thread. Raises ``ValueError`` for a model or configuration that can't work,
+    ``allocate(num_bytes)`` provides the pool's memory on a CPU, where other processes must reach it.
+    ``on_progress(done, total)`` follows the layers. ``load_vocabulary()`` is for the first request with a grammar, and
+    called from another thread. Raises ``ValueError`` for a model or configuration that can't work,
     with the numbers.
     """
-    device = choose_device(config.device if allocate is None else "cpu")
+    device = choose_device(config.device)
     checkpoint = None if is_dummy(config) else open_checkpoint(path, device)
     spec = decoder_spec(checkpoint.config if checkpoint else read_config(path))
     dtype = choose_dtype(config.dtype, spec.dtype, device)
@@ -78,7 +79,8 @@ def load_model(
     tables = BlockTables(pool, PrefixCache(pool, config.prefix_cache), hasher, config.block_size)
     gc.collect()
     gc.freeze()  # what is loaded stays; a full collection that looks at it takes as long as a step
-    return LoadedModel(spec, plan.layout, tables, built.executor, plan.longest_request(built.num_blocks), grammars)
+    longest = plan.longest_request(built.num_blocks)
+    return LoadedModel(spec, plan.layout, tables, built.executor, built.kv, longest, grammars)
 
 
 def is_dummy(config: EngineConfig) -> bool:
@@ -111,6 +113,15 @@ def choose_dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def share_gpus(config: EngineConfig, number: int, num_workers: int) -> EngineConfig:
+    """The engine of worker ``number`` of the ``num_workers`` of this host: they take its GPUs in turn."""
+    if config.device not in (AUTO, "cuda") or choose_device(config.device).type == "cpu":
+        return config
+    num_gpus = torch.cuda.device_count()
+    gpu = number % num_gpus
+    return replace(config, device=f"cuda:{gpu}", num_sharing_gpu=len(range(gpu, num_workers, num_gpus)))
+
+
 def _build_on_cpu(plan: EnginePlan, allocate: Callable[[int], memoryview] | None) -> BuiltEngine:
     config, layout = plan.config, plan.layout
     if config.num_threads is not None:
@@ -121,7 +132,7 @@ def _build_on_cpu(plan: EnginePlan, allocate: Callable[[int], memoryview] | None
     kv = KvTensors(layout, num_blocks, allocate(num_blocks * layout.block_bytes) if allocate else None)
     num_groups, wake = config.num_layer_groups, plan.wake
     executor = CpuExecutor(transformer, kv, layout, num_groups, config.num_threads, wake, plan.grammars)
-    return BuiltEngine(executor, num_blocks)
+    return BuiltEngine(executor, kv)
 
 
 def _build_on_gpu(plan: EnginePlan, device: torch.device) -> BuiltEngine:

@@ -42,7 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmarks": FLOOR_3 | FLOOR_4 | {"crossdock"},
 }
 TORCH_FREE = {"core", "kvtransfer", "prefill", "decode", "router", "deploy", "crossdock", "benchmarks", *COMMANDS}
-COMPARES_WITH_TORCH = ("benchmarks.cpu", "benchmarks.model_export", "benchmarks.gpu", "benchmarks.offline_engine")
+WITH_TORCH = (
+    *("benchmarks.cpu", "benchmarks.model_export", "benchmarks.gpu", "benchmarks.offline_engine"),
+    *("kvtransfer.cuda_ipc", "kvtransfer.cuda_memory", "kvtransfer.device_pool"),
+)
 LOAD_CLIENT = ("bench", "load", "report", "sse_client", "stream_meter", "traces", "workload")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 40
@@ -200,7 +203,7 @@ def test_the_load_client_knows_nothing_of_what_it_measures(name: str) -> None:
 def test_torch_is_known_only_where_the_device_is(module: Module) -> None:
     foreign = {found.target for found in module.imports if not found.is_ours}
     has_torch = bool(foreign & {"torch", "transformers", "triton", "accelerate"})
-    assert not has_torch or module.part not in TORCH_FREE or module.name.startswith(COMPARES_WITH_TORCH)
+    assert not has_torch or module.part not in TORCH_FREE or module.name.startswith(WITH_TORCH)
 
 
 @pytest.mark.parametrize("entry", ["crossdock", "crossdock.router.app", "crossdock.deploy.launch", "crossdock.cli"])

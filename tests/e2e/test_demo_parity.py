@@ -29,6 +29,7 @@ MODES = {
     "1P1D over shm": ("--transports", "shm"),
     "mixed": ("--mixed", "1"),
     "1P1D over tcp": ("--transports", "tcp"),
+    "1P1D over ucx": ("--transports", "ucx"),
     "2P2D": ("--prefill", "2", "--decode", "2"),
     "1P1D without prefix reuse": ("--no-prefix-cache",),
     "1P1D in chunks of 64": ("--chunk-tokens", "64"),

@@ -49,6 +49,7 @@ MODES = {
     "mixed": ("--mixed", "1"),
     "1P1D over shm": ("--transports", "shm"),
     "1P1D over tcp": ("--transports", "tcp"),
+    "1P1D over ucx": ("--transports", "ucx"),
     "2P2D": ("--prefill", "2", "--decode", "2"),
     "1P1D without prefix reuse": ("--no-prefix-cache",),
     "1P1D in small chunks": ("--chunk-tokens", "64"),

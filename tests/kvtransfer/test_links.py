@@ -12,6 +12,7 @@ from crossdock.core.block_pool import BlockPool
 from crossdock.core.kv_layout import KvLayout
 from crossdock.core.mailbox import Mailbox
 from crossdock.core.messages import (
+    Cancel,
     Incarnation,
     LeaseId,
     Link,
@@ -31,9 +32,10 @@ from crossdock.core.part import Delivery, TransferFailed
 from crossdock.core.request import TransferId
 from crossdock.kvtransfer.links import Links
 from crossdock.kvtransfer.pool_bytes import PoolBytes
-from crossdock.kvtransfer.shm import ShmTransport, allocate_shared
+from crossdock.kvtransfer.shm import SharedPool, ShmTransport, allocate_shared
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import BlockCopy, Transport
+from crossdock.kvtransfer.ucx import UcxTransport
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32")
 NUM_BLOCKS = 32
@@ -63,18 +65,57 @@ class DeafTransport:
     inbox = None
     card = TransportCard("cuda_ipc", "somewhere")
 
-    def __init__(self, send: Callable[[Peer, Message], None]) -> None:
-        self._send = send
-
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
         assert num_blocks == NUM_BLOCKS
 
-    def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> None:
-        self._send(to, header)
+    def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> None: ...
+
+    def detail(self, peer: Peer) -> str:
+        return "nowhere"
 
     def forget(self, peer: Peer) -> None: ...
 
     def close(self) -> None: ...
+
+
+class LazyCopy:
+    """`Copying` that is done when somebody waits for it."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy = copy
+        self.is_done = False
+
+    def wait(self) -> None:
+        if not self.is_done:
+            self._copy()
+            self.is_done = True
+
+
+class LazyTransport:
+    """A device that copies by and by, as `CudaIpcTransport` does: `copies` are those that it has begun."""
+
+    inbox = None
+
+    def __init__(self, pool: PoolBytes, shared: SharedPool) -> None:
+        self._shm = ShmTransport(pool, shared)
+        self.card = TransportCard("cuda_ipc", shared.address)
+        self.copies: list[LazyCopy] = []
+
+    def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
+        self._shm.open(peer, card, num_blocks)
+
+    def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> LazyCopy:
+        self.copies.append(LazyCopy(lambda: self._shm.push(to, header, copy)))
+        return self.copies[-1]
+
+    def detail(self, peer: Peer) -> str:
+        return self._shm.detail(peer)
+
+    def forget(self, peer: Peer) -> None:
+        self._shm.forget(peer)
+
+    def close(self) -> None:
+        self._shm.close()
 
 
 class Worker:
@@ -105,10 +146,14 @@ class Worker:
 
     def make_transport(self, name: str) -> Transport:
         if name == "shm":
-            return ShmTransport(self.memory, self.shared, self.send)
+            return ShmTransport(self.memory, self.shared)
         if name == "tcp":
             return TcpTransport(self.memory, Mailbox("127.0.0.1", 0, self.me.incarnation))
-        return DeafTransport(self.send)
+        if name == "ucx":
+            return UcxTransport(self.memory, self.me, b"key", LEASE_SECONDS)
+        if name == "lazy":
+            return LazyTransport(self.memory, self.shared)
+        return DeafTransport()
 
     @property
     def info(self) -> PeerInfo:
@@ -189,7 +234,7 @@ def test_a_pair_on_one_host_tells_the_router_its_rate_and_gives_all_blocks_back(
         worker.pool.check()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "ucx"])
 def test_what_is_pushed_over_a_link_lands_at_its_place(cluster: Cluster, transport: str) -> None:
     prefill, decode = cluster.add("p", Role.PREFILL, transport), cluster.add("d", Role.DECODE, transport)
     cluster.meet()
@@ -203,11 +248,40 @@ def test_what_is_pushed_over_a_link_lands_at_its_place(cluster: Cluster, transpo
     (delivery,) = decode.arrived
     assert isinstance(delivery.message, Push)
     assert (delivery.message.transport, delivery.message.blocks) == (transport, [9, 4])
-    if delivery.payload:
+    if len(delivery.payload):
         decode.links.land(delivery.message, delivery.payload)
     expected = np.zeros_like(decode.memory.array)
     expected[[9, 4], 2:] = prefill.memory.array[[2, 3], 2:]
     assert np.array_equal(decode.memory.array, expected)
+
+
+def test_what_is_said_to_a_peer_waits_for_the_copies_to_it_and_for_no_others(cluster: Cluster) -> None:
+    prefill, decode = cluster.add("p", Role.PREFILL, "lazy"), cluster.add("d", Role.DECODE, "lazy")
+    other = cluster.add("e", Role.DECODE, "lazy")
+    cluster.meet()
+    cluster.run_until(lambda: len(cluster.post.links_told()) == 2)
+    cluster.settle()
+    (transport,) = (made for made in prefill.links._transports.values() if isinstance(made, LazyTransport))
+    transport.copies.clear()
+    cancel = Cancel(transfer_id=T, reason="enough")
+    prefill.links.push(decode.me, header(0, [9]), [2])
+    prefill.links.push(decode.me, header(1, [9]), [2])
+    prefill.links.send(decode.me, cancel)
+    prefill.links.send(other.me, cancel)
+    cluster.turn()
+    assert [delivery.message for delivery in other.arrived] == [cancel]
+    assert decode.arrived == []
+    transport.copies[0].wait()
+    cluster.turn()
+    cluster.turn()
+    assert [type(delivery.message) for delivery in decode.arrived] == [Push]
+    transport.copies[1].wait()
+    cluster.turn()
+    cluster.turn()
+    assert [type(delivery.message) for delivery in decode.arrived] == [Push, Push, Cancel]
+    prefill.links.send(decode.me, cancel)
+    cluster.turn()
+    assert len(decode.arrived) == 4
 
 
 def test_a_peer_on_another_host_is_reached_by_tcp(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
-"""A prefill process pushes numbered KV into the pool of this one, over shared memory and TCP.
+"""A prefill process pushes numbered KV into the pool of this one, over shared memory, TCP and UCX.
 
 This file is also that process:
 
-``test_two_processes.py shm|tcp ADDRESS once|forever|short``: push each layer group once, then either wait, or go
+``test_two_processes.py shm|tcp|ucx ADDRESS once|forever|short``: push each layer group once, then either wait, or go
 on pushing the first one for ever, or do it with too few bytes.
 """
 
 import os
+import select
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import pytest
 
 from crossdock.core.kv_layout import KvLayout
 from crossdock.core.mailbox import Mailbox
-from crossdock.core.messages import Cancel, Commit, Incarnation, LeaseId, Message, Peer, Push, TransportCard
+from crossdock.core.messages import Cancel, Commit, Incarnation, LeaseId, Peer, Push, TransportCard
 from crossdock.core.part import Delivery, TransferFailed
 from crossdock.core.request import TransferId
 from crossdock.kvtransfer.lease import Lease
@@ -28,6 +29,7 @@ from crossdock.kvtransfer.receiver import Change, Receiver, ReceiverState
 from crossdock.kvtransfer.shm import ShmTransport, allocate_shared
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import BlockCopy, NotReachable, Transport
+from crossdock.kvtransfer.ucx import UcxTransport
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 64
@@ -106,7 +108,29 @@ class TcpSide:
         self.inbox.close()
 
 
-Side = SharedSide | TcpSide
+class UcxSide:
+    name = "ucx"
+
+    def __init__(self) -> None:
+        self.pool = PoolBytes(memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes)), NUM_BLOCKS, LAYOUT, NUM_GROUPS)
+        self.transport = UcxTransport(self.pool, DECODE, b"key", receive_seconds=30.0)
+        self.address = self.transport.card.address
+
+    def pushes(self, child: "subprocess.Popen[str]") -> Iterator[Delivery]:
+        """Nothing for so long means that nothing will come."""
+        end = time.monotonic() + 30.0
+        while time.monotonic() < end:
+            delivery = self.transport.inbox.receive()
+            if delivery is not None:
+                yield delivery
+            else:
+                select.select([self.transport.inbox.poll_socket], [], [], 1.0)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+Side = SharedSide | TcpSide | UcxSide
 
 
 @pytest.fixture
@@ -123,9 +147,23 @@ def tcp_side() -> Iterator[TcpSide]:
     side.close()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture
+def ucx_side() -> Iterator[UcxSide]:
+    side = UcxSide()
+    yield side
+    side.close()
+
+
+@pytest.fixture(params=["shared_side", "tcp_side", "ucx_side"])
 def side(request: pytest.FixtureRequest) -> Side:
-    made: Side = request.getfixturevalue({"shm": "shared_side", "tcp": "tcp_side"}[request.param])
+    made: Side = request.getfixturevalue(request.param)
+    return made
+
+
+@pytest.fixture(params=["tcp_side", "ucx_side"])
+def staged_side(request: pytest.FixtureRequest) -> TcpSide | UcxSide:
+    """Bytes travel beside their headers."""
+    made: TcpSide | UcxSide = request.getfixturevalue(request.param)
     return made
 
 
@@ -174,20 +212,20 @@ def test_a_sender_killed_in_mid_copy_never_attaches_and_its_blocks_wait_in_quara
     assert (receiver.tick(12.9).change, receiver.tick(13.0).change) == (None, Change.END_QUARANTINE)
 
 
-def test_a_push_with_too_few_bytes_ends_the_transfer(tcp_side: TcpSide) -> None:
-    side = tcp_side
+def test_a_push_with_too_few_bytes_ends_the_transfer(staged_side: TcpSide | UcxSide) -> None:
+    side = staged_side
     receiver = make_receiver(side.pool)
-    with pushing_process("tcp", side.address, "short") as child:
+    with pushing_process(side.name, side.address, "short") as child:
         assert receive(side, child, receiver, NUM_GROUPS) == [None, None, Change.QUARANTINE]
     assert receiver.handle(Delivery(PREFILL, COMMIT), 1.1).change is None
     cancel = Cancel(transfer_id=T, reason="as you wish")
     assert receiver.handle(Delivery(PREFILL, cancel), 1.2).change is Change.END_QUARANTINE
 
 
-def test_pushes_of_a_stale_generation_touch_nothing(tcp_side: TcpSide) -> None:
-    side = tcp_side
+def test_pushes_of_a_stale_generation_touch_nothing(staged_side: TcpSide | UcxSide) -> None:
+    side = staged_side
     receiver = make_receiver(side.pool, generation=3)
-    with pushing_process("tcp", side.address, "once") as child:
+    with pushing_process(side.name, side.address, "once") as child:
         assert receive(side, child, receiver, NUM_GROUPS) == [None] * NUM_GROUPS
     assert not side.pool.array.any()
     assert receiver.handle(Delivery(PREFILL, COMMIT), 1.1).change is None
@@ -212,9 +250,8 @@ def test_the_pool_of_a_killed_process_can_still_be_written_but_not_found_again()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-c", script]
     pool = PoolBytes(memoryview(numbered().tobytes()), NUM_BLOCKS, LAYOUT, NUM_GROUPS)
-    sent: list[Message] = []
     shared = allocate_shared(1)
-    transport = ShmTransport(pool, shared, lambda to, message: sent.append(message))
+    transport = ShmTransport(pool, shared)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as owner:
         assert owner.stdout is not None
         card = TransportCard("shm", owner.stdout.readline().strip())
@@ -222,7 +259,6 @@ def test_the_pool_of_a_killed_process_can_still_be_written_but_not_found_again()
         owner.kill()
         owner.wait()
     transport.push(DECODE, header(0, "shm"), BlockCopy(SOURCES, DESTINATIONS, pool.groups[0]))
-    assert sent == [header(0, "shm")]
     transport.forget(DECODE)
     with pytest.raises(TransferFailed, match="not mapped"):
         transport.push(DECODE, header(0, "shm"), BlockCopy(SOURCES, DESTINATIONS, pool.groups[0]))
@@ -231,16 +267,17 @@ def test_the_pool_of_a_killed_process_can_still_be_written_but_not_found_again()
     shared.close()
 
 
-def say(to: Peer, message: Message) -> None:
-    assert isinstance(message, Push) and to == DECODE
-    sys.stdout.write(f"pushed {message.group}\n")
+def say_pushed(group: int) -> None:
+    sys.stdout.write(f"pushed {group}\n")
     sys.stdout.flush()
 
 
 def open_transport(name: str, address: str, pool: PoolBytes) -> Transport:
     transport: Transport
     if name == "shm":
-        transport = ShmTransport(pool, allocate_shared(1), say)
+        transport = ShmTransport(pool, allocate_shared(1))
+    elif name == "ucx":
+        transport = UcxTransport(pool, PREFILL, b"key", receive_seconds=30.0)
     else:
         transport = TcpTransport(pool, Mailbox("127.0.0.1", 0, PREFILL.incarnation))
     transport.open(DECODE, TransportCard(name, address), NUM_BLOCKS)
@@ -253,10 +290,14 @@ def push_as_told(name: str, address: str, how: str) -> None:
     for group in range(NUM_GROUPS):
         layers = pool.groups[0 if how == "short" else group]
         transport.push(DECODE, header(group, name), BlockCopy(SOURCES, DESTINATIONS, layers))
+        say_pushed(group)
     while how == "forever":
         transport.push(DECODE, header(0, name), BlockCopy(SOURCES, DESTINATIONS, pool.groups[0]))
-        time.sleep(0.001 if name == "tcp" else 0.0)
-    sys.stdin.read()
+        say_pushed(0)
+        time.sleep(0.0 if name == "shm" else 0.001)
+        transport.inbox and transport.inbox.receive()
+    while not select.select([sys.stdin], [], [], 0.001)[0]:
+        transport.inbox and transport.inbox.receive()
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from crossdock.core.prefix_cache import PrefixCache  # noqa: E402
 from crossdock.model.cpu_executor import CpuExecutor  # noqa: E402
 from crossdock.model.cuda_startup import build_executor, build_network  # noqa: E402
 from crossdock.model.device_stream import CudaStream, DeviceStream, Mark  # noqa: E402
-from crossdock.model.engine_plan import EnginePlan  # noqa: E402
-from crossdock.model.executor import Executor  # noqa: E402
+from crossdock.model.engine_plan import BuiltEngine, EnginePlan  # noqa: E402
 from crossdock.model.grammar import Grammars  # noqa: E402
 from crossdock.model.kv_tensors import KvTensors  # noqa: E402
 from crossdock.model.loading import build_transformer  # noqa: E402
@@ -55,25 +54,28 @@ def gpu_stream() -> DeviceStream:
     return CudaStream(torch.device("cuda", 0)) if HAS_GPU else ImmediateStream()
 
 
-def gpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
+def gpu_executor(plan: EnginePlan, num_blocks: int) -> BuiltEngine:
     stream = gpu_stream()
-    return build_executor(plan, build_network(plan, stream, NUM_PROGRAMS), num_blocks, stream)
+    with torch.inference_mode(), stream.launching():
+        kv = KvTensors(plan.layout, num_blocks, device=stream.device)
+    return BuiltEngine(build_executor(plan, build_network(plan, stream, NUM_PROGRAMS), kv, stream), kv)
 
 
-def cpu_executor(plan: EnginePlan, num_blocks: int) -> Executor:
+def cpu_executor(plan: EnginePlan, num_blocks: int) -> BuiltEngine:
     transformer = build_transformer(plan.spec, plan.weights, plan.dtype)
     kv = KvTensors(plan.layout, num_blocks)
     num_groups = plan.config.num_layer_groups
-    return CpuExecutor(transformer, kv, plan.layout, num_groups, wake=plan.wake, grammars=plan.grammars)
+    executor = CpuExecutor(transformer, kv, plan.layout, num_groups, wake=plan.wake, grammars=plan.grammars)
+    return BuiltEngine(executor, kv)
 
 
-def engine_of(plan: EnginePlan, make: Callable[[EnginePlan, int], Executor]) -> OfflineEngine:
+def engine_of(plan: EnginePlan, make: Callable[[EnginePlan, int], BuiltEngine]) -> OfflineEngine:
     """An engine over a pool of ``plan.config.num_blocks``."""
     num_blocks, block_size = plan.config.num_blocks or 0, plan.config.block_size
     pool = BlockPool(num_blocks)
     hasher = BlockHasher(b"key", model_root(b"key", "m", plan.layout), block_size)
     tables = BlockTables(pool, PrefixCache(pool, plan.config.prefix_cache), hasher, block_size)
     grammars = plan.grammars or Grammars(no_vocabulary, plan.spec.vocab_size)
-    executor, longest = make(plan, num_blocks), plan.longest_request(num_blocks)
-    model = LoadedModel(plan.spec, plan.layout, tables, executor, longest, grammars)
+    built, longest = make(plan, num_blocks), plan.longest_request(num_blocks)
+    model = LoadedModel(plan.spec, plan.layout, tables, built.executor, built.kv, longest, grammars)
     return OfflineEngine(model, plan.config)

@@ -37,6 +37,7 @@ from crossdock.core.prefix_cache import PrefixCache
 from crossdock.core.request import Request, RequestId, TransferId
 from crossdock.core.sequence import FinishReason
 from crossdock.decode.part import DecodePart
+from crossdock.kvtransfer.links import Links
 from crossdock.kvtransfer.pool_bytes import PoolBytes
 from crossdock.model.engine import Engine, Step
 from crossdock.model.executor import Executor
@@ -87,7 +88,7 @@ class SimulatedWorker:
             num_layer_groups=NUM_LAYERS,
         )
         self.outbox = Outgoing(cast(Mailbox, self))
-        self.outbox.push = self._push
+        self.outbox.links = cast(Links, self)
         self.decode = DecodePart(
             self.card, tables, self.outbox, self.memory.group_bytes, self.memory.land, LEASE_SECONDS
         )
@@ -107,7 +108,7 @@ class SimulatedWorker:
     def send(self, to: Peer, message: Message) -> None:
         self.ring.network.send(self.peer, to, message)
 
-    def _push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
+    def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
         layers = self.memory.groups[header.group]
         payload = self.memory.read(source_blocks, layers)
         for block in source_blocks:

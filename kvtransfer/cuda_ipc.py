@@ -1,0 +1,121 @@
+"""Transport between GPUs of one host: a kernel copies listed blocks straight into the decode pool, mapped here.
+
+Nothing is staged, and nothing runs on the other GPU.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from ..core.messages import Peer, ProbeSent, Push, TransportCard
+from ..core.part import TransferFailed
+from ..kernels.kv_copy import copy_blocks, layer_span
+from .cuda_memory import HANDLE_BYTES, CudaError, export_memory, map_memory, unmap_memory
+from .device_pool import DevicePool
+from .shm import host_identity
+from .transport import BlockCopy, NotReachable
+
+
+class IpcAddress(msgspec.Struct, frozen=True):
+    """Where a pool lies: ``offset`` bytes into the allocation of ``handle``; travels as JSON."""
+
+    host: str
+    handle: bytes
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A peer's pool, ``offset`` bytes behind ``base`` as this device addresses it."""
+
+    base: int
+    offset: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyingBlocks:
+    """`Copying`; ``future`` is done when the device has passed the copy, and raises what the device says of it."""
+
+    future: Future[None]
+
+    @property
+    def is_done(self) -> bool:
+        if not self.future.done():
+            return False
+        self.future.result()
+        return True
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+class CudaIpcTransport:
+    """Copies on the pool's stream. ``wake`` is called, from another thread, whenever a copy is done."""
+
+    inbox = None
+
+    def __init__(self, pool: DevicePool, wake: Callable[[], None]) -> None:
+        own = export_memory(pool.tensor)
+        address = IpcAddress(host_identity(), own.handle, own.offset, pool.tensor.numel())
+        self.card = TransportCard("cuda_ipc", msgspec.json.encode(address).decode())
+        self._pool = pool
+        self._wake = wake
+        self._peers: dict[Peer, Mapped] = {}
+        self._waiting = ThreadPoolExecutor(1, "copies")
+
+    def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
+        if peer in self._peers:
+            return
+        there = _decode(card.address)
+        if there.num_bytes < num_blocks * self._pool.layout.block_bytes:
+            raise NotReachable("the peer's memory is smaller than its pool")
+        try:
+            base = map_memory(there.handle, self._pool.stream.device)
+        except CudaError as error:
+            raise NotReachable(f"the peer's GPU memory can't be mapped: {error}") from None
+        self._peers[peer] = Mapped(base, there.offset, num_blocks)
+
+    def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> CopyingBlocks:
+        target = self._peers.get(to)
+        if target is None:
+            raise TransferFailed("the peer's memory is not mapped")
+        if not all(0 <= block < target.num_blocks for block in copy.destinations):
+            raise TransferFailed("a destination lies outside the peer's pool")
+        pool = self._pool
+        span = layer_span(pool.tensor, range(copy.layers.first, copy.layers.end))
+        with pool.stream.launching():
+            sources, destinations = pool.block_list(copy.sources), pool.block_list(copy.destinations)
+            copy_blocks(pool.tensor.data_ptr(), target.base + target.offset, sources, destinations, span)
+            future = self._waiting.submit(pool.stream.mark().synchronize)
+        future.add_done_callback(lambda _: self._wake())
+        return CopyingBlocks(future)
+
+    def detail(self, peer: Peer) -> str:
+        return ""
+
+    def forget(self, peer: Peer) -> None:
+        if (target := self._peers.pop(peer, None)) is not None:
+            self._pool.stream.mark().synchronize()
+            unmap_memory(target.base, self._pool.stream.device)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.forget(peer)
+        self._waiting.shutdown(wait=True)
+
+
+def _decode(address: str) -> IpcAddress:
+    """Raises `NotReachable`."""
+    try:
+        there = msgspec.json.decode(address, type=IpcAddress)
+    except msgspec.MsgspecError as error:
+        raise NotReachable(f"no address of GPU memory: {error}") from None
+    if len(there.handle) != HANDLE_BYTES:
+        raise NotReachable("no handle of GPU memory")
+    if there.host != host_identity():
+        raise NotReachable("the peer is on another host or in another pid namespace")
+    return there

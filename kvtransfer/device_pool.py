@@ -1,0 +1,87 @@
+"""A pool in a GPU's memory, as transfers see it: listed blocks, copied by kernels on a stream of its own."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.kv_layout import KvLayout, LayerGroup
+from ..core.part import Payload
+from ..kernels.kv_copy import gather_blocks, scatter_blocks
+from .pool_bytes import PoolMemory
+
+
+class Mark(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Wait until all that was launched before has run."""
+
+
+class CopyStream(Protocol):
+    """The stream on which this worker's transfers run, beside that of its steps."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def launching(self) -> AbstractContextManager[object]:
+        """What is launched inside goes to this stream."""
+
+    def host_memory(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host from and to which the device copies on its own; reused when the copy is done."""
+
+    def mark(self) -> Mark: ...
+
+
+class DevicePool(PoolMemory):
+    """``tensor [num_blocks, ...]`` is the whole pool, contiguous; the owner keeps it alive.
+
+    All but `block_list` wait for the device, for as long as their own copy takes.
+    """
+
+    def __init__(self, tensor: Tensor, layout: KvLayout, num_groups: int, stream: CopyStream) -> None:
+        super().__init__(len(tensor), layout, num_groups)
+        shape = (self.num_blocks, layout.num_layers, layout.layer_bytes)
+        self.tensor = tensor.view(-1).view(torch.uint8).view(shape)
+        self.stream = stream
+
+    def read(self, blocks: Sequence[int], layers: LayerGroup) -> bytes:
+        with self.stream.launching():
+            staging = gather_blocks(self.tensor, self.block_list(blocks), range(layers.first, layers.end))
+            return staging.cpu().numpy().tobytes()
+
+    def staging(self) -> Tensor:
+        return torch.zeros(self.staging_bytes, dtype=torch.uint8, device=self.stream.device)
+
+    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> int:
+        assert isinstance(staging, Tensor), "staged where the pool lies"
+        shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
+        num_bytes = math.prod(shape)
+        with self.stream.launching():
+            spans = staging[:num_bytes].view(shape)
+            gather_blocks(self.tensor, self.block_list(blocks), range(layers.first, layers.end), spans)
+            self.stream.mark().synchronize()
+        return num_bytes
+
+    def write(self, blocks: Sequence[int], layers: LayerGroup, payload: Payload) -> None:
+        shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
+        with self.stream.launching():
+            staged = payload if isinstance(payload, Tensor) else self._uploaded(payload)
+            scatter_blocks(staged.view(shape), self.block_list(blocks), range(layers.first, layers.end), self.tensor)
+            self.stream.mark().synchronize()
+
+    def _uploaded(self, payload: Payload) -> Tensor:
+        assert isinstance(payload, bytes | memoryview), "what is not on the device came through the host"
+        staging = self.stream.host_memory(len(payload), torch.uint8)
+        staging.numpy()[:] = np.frombuffer(payload, np.uint8)
+        return staging.to(self.stream.device, non_blocking=True)
+
+    def block_list(self, blocks: Sequence[int]) -> Tensor:
+        """``[len(blocks)]`` int32 on the device, for kernels launched on the stream; nothing waits."""
+        staging = self.stream.host_memory(len(blocks), torch.int32)
+        staging.numpy()[:] = blocks
+        return staging.to(self.stream.device, non_blocking=True)

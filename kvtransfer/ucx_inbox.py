@@ -1,0 +1,166 @@
+"""Where UCX brings pieces of KV: a header that nobody waits for, then its bytes into a buffer of a ring.
+
+Header and bytes are handed on together, so that the lease is checked when the bytes are there, and only then are they
+brought to their blocks. A header whose bytes do not come ends the endpoint to its sender, and with it all that is under
+way from there.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.messages import MalformedMessage, Message, Peer, ProbeSent, Push, decode
+from ..core.part import Delivery, Payload
+from .pool_bytes import PoolMemory
+from .ucx_port import Endpoint, Pending, Port, UcxFailed
+
+HEADER_TAG = 1
+DATA_TAG = 2
+KIND_BITS = 16
+"""The low bits of a tag say what it is; the others of a data tag are its piece's own."""
+HEADER_MASK = (1 << KIND_BITS) - 1
+NUM_BUFFERS = 4
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What goes before the bytes of one piece. ``reply`` is the sender's UCX address, ``message`` as on a mailbox."""
+
+    sender: Peer
+    to: str
+    reply: str
+    tag: int
+    num_bytes: int
+    message: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """Announced; ``pending`` once its bytes are being received, by ``deadline``, into the beginning of ``buffer``."""
+
+    header: Header
+    message: Message
+    buffer: Payload | None = None
+    pending: Pending | None = None
+    deadline: float = inf
+
+
+class UcxInbox:
+    """``on_progress`` is called whenever UCX may have moved something; ``me`` is this worker's incarnation."""
+
+    def __init__(
+        self,
+        port: Port,
+        pool: PoolMemory,
+        me: Peer,
+        receive_seconds: float,
+        on_progress: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.poll_socket = port.poll_socket
+        self.num_rejected = 0
+        """Headers that were malformed or meant for another incarnation."""
+        self._port = port
+        self._pool = pool
+        self._me = me
+        self._receive_seconds = receive_seconds
+        self._on_progress = on_progress
+        self._clock = clock
+        self._endpoints: dict[Peer, Endpoint] = {}
+        self._free = [pool.staging() for _ in range(NUM_BUFFERS)]
+        self._headers: deque[tuple[Pending, NDArray[np.uint8]]] = deque()
+        self._pieces: deque[_Piece] = deque()
+        self._lent: Payload | None = None
+
+    def receive(self) -> Delivery | None:
+        """The next piece; its payload is good until the next call. ``None``: none is whole, and the port is armed."""
+        if self._lent is not None:
+            self._free.append(self._lent)
+            self._lent = None
+        self._port.progress()
+        self._on_progress()
+        self._take_headers()
+        self._begin_receiving()
+        delivery = self._next_whole()
+        if delivery is None:
+            self._port.arm()
+        return delivery
+
+    def forget(self, peer: Peer) -> None:
+        """What is under way from it ends without result."""
+        endpoint = self._endpoints.pop(peer, None)
+        if endpoint is not None:
+            endpoint.close()
+        for piece in [piece for piece in self._pieces if piece.header.sender == peer]:
+            self._end(piece)
+
+    def close(self) -> None:
+        for peer in list(self._endpoints):
+            self.forget(peer)
+
+    def _take_headers(self) -> None:
+        while (found := self._port.next_message(HEADER_TAG, HEADER_MASK)) is not None:
+            self._headers.append(found)
+        while self._headers and self._headers[0][0].is_done:
+            pending, data = self._headers.popleft()
+            try:
+                pending.check()
+                self._announced(msgspec.msgpack.decode(data.data, type=Header))
+            except (UcxFailed, msgspec.MsgspecError, MalformedMessage):
+                self.num_rejected += 1
+
+    def _announced(self, header: Header) -> None:
+        """Raises `MalformedMessage`."""
+        message = decode(header.message)
+        if not isinstance(message, Push | ProbeSent):
+            raise MalformedMessage(f"{type(message).__name__} comes with no bytes")
+        if header.to != self._me.incarnation:
+            raise MalformedMessage(f"for incarnation {header.to}, this is {self._me.incarnation}")
+        if not 0 < header.num_bytes <= self._pool.staging_bytes or header.tag & HEADER_MASK != DATA_TAG:
+            raise MalformedMessage(f"a piece of {header.num_bytes} bytes, the most is {self._pool.staging_bytes}")
+        self._pieces.append(_Piece(header, message))
+
+    def _begin_receiving(self) -> None:
+        """Give announced pieces buffers, first come, first served; the others' bytes wait at their sender."""
+        for piece in [piece for piece in self._pieces if piece.pending is None]:
+            if not self._free:
+                return
+            piece.buffer = self._free.pop()
+            piece.deadline = self._clock() + self._receive_seconds
+            try:
+                endpoint = self._endpoints.get(piece.header.sender) or self._connect(piece.header)
+                piece.pending = endpoint.receive(piece.buffer[: piece.header.num_bytes], piece.header.tag)
+            except UcxFailed:
+                self.num_rejected += 1
+                self._end(piece)
+
+    def _connect(self, header: Header) -> Endpoint:
+        endpoint = self._endpoints[header.sender] = self._port.connect(header.reply)
+        return endpoint
+
+    def _next_whole(self) -> Delivery | None:
+        for piece in list(self._pieces):
+            if piece.pending is not None and piece.pending.is_done:
+                try:
+                    piece.pending.check()
+                except UcxFailed:
+                    self._end(piece)
+                    continue
+                self._pieces.remove(piece)
+                assert piece.buffer is not None, "what is received has a buffer"
+                self._lent = piece.buffer
+                return Delivery(piece.header.sender, piece.message, piece.buffer[: piece.header.num_bytes])
+            if self._clock() > piece.deadline:
+                self.forget(piece.header.sender)
+        return None
+
+    def _end(self, piece: _Piece) -> None:
+        if piece in self._pieces:
+            self._pieces.remove(piece)
+            if piece.buffer is not None:
+                self._free.append(piece.buffer)

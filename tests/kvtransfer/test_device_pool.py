@@ -1,0 +1,63 @@
+"""A pool in a device's memory: what goes in through the host comes out again, and nothing else changes."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from crossdock.core.kv_layout import KvLayout, LayerGroup  # noqa: E402
+from crossdock.kvtransfer.device_pool import CopyStream, DevicePool, Mark  # noqa: E402
+from crossdock.model.device_stream import CudaStream  # noqa: E402
+
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+NUM_BLOCKS = 6
+
+
+class Passed:
+    def synchronize(self) -> None: ...
+
+
+class ImmediateStream:
+    """`CopyStream` of a device that is the host."""
+
+    device = torch.device("cpu")
+
+    def launching(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def host_memory(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_elements, dtype=dtype)
+
+    def mark(self) -> Mark:
+        return Passed()
+
+
+@pytest.fixture
+def pool() -> DevicePool:
+    stream: CopyStream = CudaStream(torch.device("cuda", 0)) if HAS_GPU else ImmediateStream()
+    tensor = torch.randn(NUM_BLOCKS, *LAYOUT.block_shape).to(stream.device)
+    return DevicePool(tensor, LAYOUT, 2, stream)
+
+
+@pytest.mark.parametrize("layers", [LayerGroup(0, 4), LayerGroup(0, 2), LayerGroup(3, 4)])
+def test_spans_that_are_written_are_read_again_and_nothing_else_changes(pool: DevicePool, layers: LayerGroup) -> None:
+    before = pool.tensor.cpu()
+    span_bytes = (layers.end - layers.first) * LAYOUT.layer_bytes
+    payload = os.urandom(3 * span_bytes)
+    pool.write([4, 0, 5], layers, memoryview(payload))
+    assert pool.read([4, 0, 5], layers) == payload
+    assert pool.read([5], layers) == payload[2 * span_bytes :]
+    after = pool.tensor.cpu()
+    before[[4, 0, 5], layers.first : layers.end] = after[[4, 0, 5], layers.first : layers.end]
+    assert torch.equal(after, before)
+
+
+def test_its_groups_are_those_of_a_pool_in_host_memory(pool: DevicePool) -> None:
+    assert pool.groups == (LayerGroup(0, 2), LayerGroup(2, 4))
+    assert pool.group_bytes == (2 * LAYOUT.layer_bytes, 2 * LAYOUT.layer_bytes)
