@@ -8,8 +8,7 @@ from msgspec.structs import replace as with_params
 
 from crossdock.benchmarks.offline_engine import Answer
 from crossdock.core.request import SamplingParams
-from crossdock.model.engine_plan import EnginePlan
-from crossdock.model.executor import Executor
+from crossdock.model.engine_plan import BuiltEngine, EnginePlan
 
 from .gpu import HAS_GPU, cpu_executor, engine_of, gpu_executor
 from .test_gpu_engine import CONFIG, DRAWN, GREEDY, on_cpu, plan_of, prompt
@@ -26,7 +25,7 @@ CASES = [(21, PENALISED), (1, PENALISED), (21, DRAWN), (32, DRAWN), (52, SCORED)
 INTERPRETED = CASES if HAS_GPU else CASES[:1]
 """Triton's interpreter takes ten seconds for one of them."""
 
-Make = Callable[[EnginePlan, int], Executor]
+Make = Callable[[EnginePlan, int], BuiltEngine]
 
 
 def alone(plan: EnginePlan, ids: Sequence[int], params: SamplingParams) -> list[Answer]:
