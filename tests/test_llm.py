@@ -36,6 +36,8 @@ CHATS: list[list[dict[str, object]]] = [
     ],
 ]
 
+TOOLS: list[dict[str, object]] = [{"type": "function", "function": {"name": "look"}}]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -83,6 +85,22 @@ def test_one_conversation_or_several(llm: LLM, model: Path) -> None:
     assert list(several[0].prompt_token_ids) == tokenizer(rendered, add_special_tokens=False).input_ids
     assert "[user]hi<|end|>" in several[1].prompt
     assert '[assistant](f {"x": 1})<|end|>[tool]2' in several[2].prompt
+
+
+def test_the_model_is_told_of_tools_behind_the_one_bos(llm: LLM) -> None:
+    [output] = llm.chat(CHATS[0], GREEDY, show_progress=False, tools=TOOLS)
+    assert output.prompt.startswith("<s>[system]You can call functions.")
+    assert '"name":"look"' in output.prompt
+    assert output.prompt.count("<s>") == 1
+    with pytest.raises(ValueError, match=r"tools\.0\.function"):
+        llm.chat(CHATS[0], GREEDY, tools=[{"type": "function", "function": {}}])
+
+
+def test_a_chat_template_from_a_file_replaces_the_models(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ bos_token }}{{ messages[0].content }}!")
+    llm = LLM(str(model), EngineConfig(num_threads=1, num_blocks=8), str(template))
+    assert llm.chat(CHATS[0], GREEDY, show_progress=False)[0].prompt == "<s>say hello!"
 
 
 def test_n_choices_differ_and_are_the_same_again_with_the_same_seed(llm: LLM) -> None:
@@ -171,6 +189,9 @@ def test_the_server_gives_the_same_answers(llm: LLM, model: Path, tmp_path: Path
         for chat, output in zip(CHATS, llm.chat(CHATS, GREEDY, show_progress=False), strict=True):
             answer = ask(server, messages=chat, temperature=0, max_tokens=12, ignore_eos=True)
             assert (answer.text, answer.num_prompt) == (output.outputs[0].text, len(output.prompt_token_ids))
+        [output] = llm.chat(CHATS[0], GREEDY, show_progress=False, tools=TOOLS)
+        answer = ask(server, messages=CHATS[0], tools=TOOLS, temperature=0, max_tokens=12, ignore_eos=True)
+        assert (answer.text, answer.num_prompt) == (output.outputs[0].text, len(output.prompt_token_ids))
 
 
 def shown(llm: LLM, prompts: list[str], wanted: dict[str, object]) -> list[tuple[str, str, list[str], list[object]]]:
