@@ -91,7 +91,7 @@ def wanted_grammar(body: CompletionFields) -> WantedGrammar | None:
 def _all_wanted(body: CompletionFields) -> Iterator[WantedGrammar]:
     if (format := body.response_format) is not None:
         if format.json_schema is not None:
-            yield _wanted_json(format.json_schema.json_schema, "response_format")
+            yield wanted_json(format.json_schema.json_schema, "response_format")
         elif format.type == "json_object":
             yield WantedGrammar(json_object_grammar(), "response_format")
     yield from _all_spelled("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
@@ -109,7 +109,7 @@ def _all_spelled(
     prefix: str, schema: JsonSchema | str | None, regex: str | None, choices: list[str] | None, lark: str | None
 ) -> Iterator[WantedGrammar]:
     if schema is not None:
-        yield _wanted_json(schema, prefix + "json")
+        yield wanted_json(schema, prefix + "json")
     if regex is not None:
         yield WantedGrammar(regex_grammar(regex), prefix + "regex")
     if choices is not None:
@@ -118,7 +118,8 @@ def _all_spelled(
         yield WantedGrammar(lark_grammar(lark), prefix + "grammar")
 
 
-def _wanted_json(schema: JsonSchema | str, field: str) -> WantedGrammar:
+def wanted_json(schema: JsonSchema | str, field: str) -> WantedGrammar:
+    """JSON that a schema validates, for the field that has the schema; raises `ApiError`."""
     try:
         return WantedGrammar(json_schema_grammar(orjson.loads(schema) if isinstance(schema, str) else schema), field)
     except (BadGrammar, orjson.JSONDecodeError) as error:

@@ -349,6 +349,10 @@ class ChatCompletionRequest(CompletionFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
+    @property
+    def has_grammar(self) -> bool:
+        return super().has_grammar or bool(self.tools)
+
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]

@@ -13,14 +13,15 @@ from msgspec.structs import replace
 
 from ..core.messages import WorkerCard
 from ..core.request import SamplingParams
-from .grammar import wanted_grammar
+from .answer_grammar import answer_grammar
+from .grammar import WantedGrammar, wanted_grammar
 from .openai_api import ChatCompletionRequest, CompletionFields, CompletionRequest
 from .openai_errors import ApiError
 from .output import PLAIN, Choice, OutputSyntax, PreparedPrompt
 from .prompts import chat_prompt, completion_prompts
 from .sampling import check_ids, choice_seed, sampling_params
 from .text import TextModel
-from .tools import answer_syntax, tool_use
+from .tools import answer_syntax, thought_begun
 from .wire_format import ChatFormat, CompletionFormat, WireFormat
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -83,13 +84,10 @@ def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, d
     """Raises `ApiError`. Without ``max_tokens`` the output may fill the model."""
     _check_model(body, limits)
     _check_number("n", body.num_generated, limits)
-    use = tool_use(body)
-    if use is not None and use.must_call:
-        raise ApiError.invalid("tool_choice", "'tool_choice' is not supported yet where it demands a call.")
     prompt = chat_prompt(body, text)
     params = replace(
         sampling_params(body, text, limits.vocab_size),
-        grammar=_grammar(body, text),
+        grammar=_admitted(answer_grammar(body, text, thought_begun(body, text, prompt)), text),
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
@@ -108,7 +106,7 @@ def prepare_completion(
     is_ranked = num_generated > num_shown
     params = replace(
         sampling_params(body, text, limits.vocab_size),
-        grammar=_grammar(body, text),
+        grammar=_admitted(wanted_grammar(body), text),
         max_tokens=body.max_tokens,
         logprobs=0 if body.logprobs is None and is_ranked else body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -125,9 +123,8 @@ def prepare_completion(
     return _prepared(body, choices, limits, CompletionFormat, num_shown if is_ranked else None)
 
 
-def _grammar(body: CompletionFields, text: TextModel) -> str:
-    """The grammar that the body asks for, compiled once to see that it does; empty for none."""
-    wanted = wanted_grammar(body)
+def _admitted(wanted: WantedGrammar | None, text: TextModel) -> str:
+    """The grammar, compiled once to see that it does; empty for none."""
     return text.grammars.admit(wanted.grammar, wanted.field) if wanted else ""
 
 

@@ -21,6 +21,15 @@ class ToolUse:
     is_named: bool
     is_parallel: bool
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the client demands something of the calls that only a grammar makes sure of."""
+        return self.must_call or not self.is_parallel or any(function.strict for function in self.callable)
+
+    def binds(self, function: Function) -> bool:
+        """Whether the arguments of a call must conform to the function's schema."""
+        return self.must_call or bool(function.strict)
+
 
 def tool_use(body: ChatCompletionRequest) -> ToolUse | None:
     """``None`` where the model is told of no tools: there are none, or the choice is ``none``."""

@@ -248,7 +248,7 @@ def test_only_functions_that_may_be_called_are_calls() -> None:
 
 def test_a_named_function_does_not_change_the_finish_reason() -> None:
     assert choice(**TOOLS).syntax.ends_in_calls
-    # assert not choice(**TOOLS, tool_choice=NAMED).syntax.ends_in_calls
+    assert not choice(**TOOLS, tool_choice=NAMED).syntax.ends_in_calls
 
 
 THOUGHT = "Hm.\n</think>\n\nParis."
