@@ -33,6 +33,7 @@ from .cli_flags import (
     MaxNumSeqs,
     Model,
     NumBlocks,
+    PoolingFlag,
     Port,
     PrefixCache,
     ServedName,
@@ -94,6 +95,7 @@ def serve(
     host: Host = ROUTER.host,
     port: Port = ROUTER.port,
     served_model_name: ServedName = None,
+    pooling: PoolingFlag = "auto",
     device: Device = ENGINE.device,
     dtype: Dtype = ENGINE.dtype,
     load_format: LoadFormat = ENGINE.load_format,
@@ -141,6 +143,7 @@ def serve(
         host=host,
         port=port,
         served_model_name=served_model_name,
+        pooling=pooling,
         access_log=access_log,
         traces=traces,
         chat=chat,
@@ -169,6 +172,7 @@ def router(
     ] = ROUTER.control_host,
     control_port: Annotated[int, typer.Option(help="Port for workers; 0 lets the system choose.")] = 5570,
     served_model_name: ServedName = None,
+    pooling: PoolingFlag = "auto",
     access_log: AccessLog = None,
 ) -> None:
     """Run the router alone; workers join with `crossdock worker MODEL --router tcp://HOST:PORT`."""
@@ -179,6 +183,7 @@ def router(
         control_host=control_host,
         control_port=control_port,
         served_model_name=served_model_name,
+        pooling=pooling,
         access_log=access_log,
         traces=traces,
         chat=chat,
@@ -283,7 +288,7 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
     try:
         with _telemetry(config) as telemetry:
             group.start()
-            serve_router(config, listener, mailbox, _text_of(source, config.chat), group.run, telemetry)
+            serve_router(config, listener, mailbox, _text_of(source, config), group.run, telemetry)
     except* WorkerFailed as failures:
         failure: BaseException = failures
         while isinstance(failure, BaseExceptionGroup):
@@ -332,11 +337,11 @@ def _resolve(model: str) -> ModelSource:
         _fail(str(error))
 
 
-def _text_of(source: ModelSource, chat: ChatConfig) -> "TextModel":
+def _text_of(source: ModelSource, config: RouterConfig) -> "TextModel":
     from .router.text import load_text
 
     try:
-        return load_text(source.path, chat)
+        return load_text(source.path, config.chat, config.pooling)
     except ValueError as error:
         _fail(str(error))
 

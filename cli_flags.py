@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -101,6 +101,10 @@ Model = Annotated[str, typer.Argument(help="demo, a folder, a .gguf file, or a n
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port of the HTTP API; 0 lets the system choose.", min=0, max=65535)]
 ServedName = Annotated[str | None, typer.Option(help="Model name that clients see.")]
+PoolingFlag = Annotated[
+    Literal["auto", "last", "mean"],
+    typer.Option("--pooling", help="How /v1/embeddings makes a vector of a prompt; auto: as the model's files say."),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto (a GPU if there is one).")]
 Dtype = Annotated[
     str,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn, cast
+from typing import Literal, NoReturn, cast
 
 from tqdm import tqdm
 
@@ -41,7 +41,7 @@ from .model.engine import Engine, Step
 from .model.startup import load_model
 from .prefill.part import PrefillPart
 from .router.chat_template import ChatMessage, ToolOffer
-from .router.offline import batch_chat, batch_choices, batch_prompt
+from .router.offline import batch_chat, batch_choices, batch_embeddings, batch_prompt
 from .router.openai_api import MAX_CHOICES
 from .router.output import Choice, OutputAssembler, PreparedPrompt, TokenEntry
 from .router.prepare import Limits
@@ -75,17 +75,34 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenEntry, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    vector: tuple[float, ...]
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int
+
+
 class LLM:
     """A model ready to generate; ``model`` is what `crossdock serve` takes, ``chat_template`` replaces the model's.
+
+    ``pooling``, ``last`` or ``mean``, is for `embed` with a model whose files do not say how it makes vectors.
 
     Raises ``ValueError`` if it can't be loaded.
     """
 
-    def __init__(self, model: str, engine: EngineConfig | None = None, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        engine: EngineConfig | None = None,
+        chat_template: str | None = None,
+        pooling: Literal["auto", "last", "mean"] = "auto",
+    ) -> None:
         config = engine or EngineConfig()
         source = resolve(model)
         fingerprint = source.fingerprint()
-        self._text = load_text(source.path, ChatConfig(chat_template))
+        self._text = load_text(source.path, ChatConfig(chat_template), pooling)
         loaded = load_model(
             source.path, fingerprint, CLUSTER_KEY, config, load_vocabulary=lambda: self._text.vocabulary
         )
@@ -154,6 +171,31 @@ class LLM:
         is_one = len(conversations) > 0 and isinstance(conversations[0], dict)
         chats = cast(Seq[Seq[ChatMessage]], [conversations] if is_one else conversations)
         return self._answer([batch_chat(chat, self._text, tools) for chat in chats], params, show_progress)
+
+    def embed(
+        self,
+        prompts: str | Seq[str] | Seq[Seq[int]],
+        num_dimensions: int | None = None,
+        show_progress: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """The vectors of all prompts, in their order; a prompt is a text or a list of token ids.
+
+        ``num_dimensions`` cuts them where the model allows it. Raises ``ValueError``, before any work, for what the
+        server would refuse, and for a model that makes no embeddings.
+        """
+        several = [prompts] if isinstance(prompts, str) else prompts
+        prepared = [batch_prompt(prompt, self._text, self._limits.vocab_size) for prompt in several]
+        model, choices = batch_embeddings(prepared, num_dimensions, self._text, self._limits)
+        answers = [_Answer(OutputAssembler(self._text, choice)) for choice in choices]
+        self._run([[answer] for answer in answers], show_progress)
+        return [
+            EmbeddingOutput(
+                tuple(model.finished(answer.assembler.pooled, num_dimensions)),
+                tuple(answer.assembler.choice.prompt.token_ids),
+                answer.assembler.cached_tokens,
+            )
+            for answer in answers
+        ]
 
     @property
     def books(self) -> PoolBooks:
@@ -275,7 +317,9 @@ def _task(number: int, choices: Seq[Choice]) -> PrefillTask:
     first, *others = choices
     forks = tuple(Fork(RequestId(f"{number}-{choice.index}"), choice.params.seed or 0) for choice in others)
     request_id = RequestId(f"{number}-{first.index}")
-    request = Request(request_id=request_id, prompt=first.prompt.packed, params=first.params, forks=forks)
+    request = Request(
+        request_id=request_id, prompt=first.prompt.packed, params=first.params, forks=forks, pooling=first.pooling
+    )
     return PrefillTask(request=request, transfer_id=TransferId(request_id), decode=HERE)
 
 

@@ -145,6 +145,8 @@ class RouterConfig:
     access_log: str | None = None
     traces: TraceConfig = field(default_factory=TraceConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
+    pooling: str = "auto"
+    """How prompts become vectors: ``last``, ``mean``, or ``auto``, what the model's files say."""
     cluster_key: bytes = b"crossdock"
     dead_after_seconds: float = 3.0
     """A worker silent for so long is dead."""

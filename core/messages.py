@@ -187,7 +187,8 @@ class PrefillTask(Message, frozen=True, tag="prefill_task"):
 
 class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """One token of one request. ``index`` counts the output from 0; ``token_id`` is ``None`` only when a
-    request ends without a further token. ``cached_tokens`` comes with index 0 from the prefill worker.
+    request ends without a further token. ``cached_tokens`` comes with index 0 from the prefill worker, and so does
+    ``pooled``, the vector of a request with pooling as little-endian float32.
     """
 
     request_id: RequestId
@@ -196,6 +197,7 @@ class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     finish: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
+    pooled: bytes = b""
 
 
 class Tokens(Message, frozen=True, tag="tokens"):

@@ -6,6 +6,7 @@ and ``max_tokens`` are always set. A worker therefore needs no tokenizer and no 
 """
 
 from array import array
+from enum import StrEnum
 from typing import NewType
 
 import msgspec
@@ -17,6 +18,13 @@ TransferId = NewType("TransferId", str)
 MAX_LOGPROBS = 20
 MOST_URGENT, LEAST_URGENT = -(2**31), 2**31 - 1
 """Priorities: a lower number goes first."""
+
+
+class Pooling(StrEnum):
+    """How the hidden states of a prompt become one vector: the last position's, or the mean of all."""
+
+    LAST = "last"
+    MEAN = "mean"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -83,7 +91,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     """One sequence to generate, and its forks: more over the same prompt, which is computed and shipped once for all.
 
     ``salt`` separates tenants in the prefix cache (core/block_hash.py); a lower ``priority`` goes first; ``trace`` is
-    the W3C ``traceparent`` of this attempt where its request is traced, else empty.
+    the W3C ``traceparent`` of this attempt where its request is traced, else empty. With ``pooling`` a vector of the
+    prompt is wanted and ``max_tokens`` is 0.
     """
 
     request_id: RequestId
@@ -92,6 +101,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     salt: bytes = b""
     priority: int = 0
     trace: str = ""
+    pooling: Pooling | None = None
     forks: tuple[Fork, ...] = ()
 
     @property

@@ -23,6 +23,8 @@ from .executor import (
     forks_of,
     known_ids,
     next_prompt_ids,
+    pooled_share,
+    pools,
     sampling_row,
     scores_prompt,
     wanted_rows,
@@ -161,6 +163,9 @@ class CpuExecutor:
         for i, chunk in enumerate(chunks):
             if scores_prompt(chunk):
                 results[i] = self._with_prompt_logprobs(results[i], chunk, normed[wanted.of_chunk[i]])
+            if pools(chunk):
+                share = pooled_share(chunk, self._transformer.normed(normed[wanted.of_chunk[i]]))
+                results[i] = replace(results[i], pooled=share.numpy().tobytes())
         return constrained.settled(chunks, results) if constrained else results
 
     def _clear_opened(self, chunks: Seq[Chunk]) -> None:

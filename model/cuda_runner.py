@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..core.kv_layout import LayerGroup
-from ..core.request import TokenLogprobs
 from ..core.sequence import Chunk, ChunkResult, Draw
 from ..kernels.kv_copy import LOCAL_PROGRAMS, copy_blocks, layer_span
 from ..kernels.sampling import argmax
@@ -19,7 +18,7 @@ from .cuda_graphs import StepGraphs
 from .cuda_layers import CudaNormedLinear
 from .cuda_sampler import CudaSampler, HostDraws, HostLogprobs
 from .device_stream import DeviceStream, Mark
-from .executor import BlockCopies, forks_of
+from .executor import BlockCopies, forks_of, pooled_share, pools, scores_prompt
 from .grammar import ConstrainedStep
 from .kv_tensors import KvTensors
 from .step_inputs import StepInputs
@@ -31,12 +30,29 @@ NOTHING = ChunkResult(None)
 
 
 @dataclass(frozen=True, slots=True)
+class PromptYield:
+    """What one chunk of a prompt yields beside a token: ``pieces`` of log-probabilities, a share of a vector.
+
+    ``pooled [hidden_size]`` is float64, on the host, and ``None`` where none is wanted.
+    """
+
+    pieces: list[HostLogprobs]
+    pooled: Tensor | None
+
+    def added_to(self, result: ChunkResult, chunk: Chunk) -> ChunkResult:
+        num_top = chunk.sequence.request.params.prompt_logprobs or 0
+        logprobs = tuple(row for piece in self.pieces for row in piece.rows([num_top] * len(piece.token_logprobs)))
+        pooled = b"" if self.pooled is None else self.pooled.numpy().tobytes()
+        return replace(result, prompt_logprobs=logprobs, pooled=pooled)
+
+
+@dataclass(frozen=True, slots=True)
 class RunningStep:
     """A step that is queued on the device: when its layer groups are written, when it is done, and what it yields then.
 
-    ``draws`` are those of the step, in the order of ``packed.sampled``; ``scores[i]`` are the pieces of the prompt of
-    ``packed.scored[i]``, ``forks`` the first tokens of all forks of ``packed.forked``. Nothing may be read before the
-    device has passed ``end``.
+    ``draws`` are those of the step, in the order of ``packed.sampled``; ``yields[i]`` belongs to ``packed.scored[i]``;
+    ``forks`` are the first tokens of all forks of ``packed.forked``. Nothing may be read before the device has passed
+    ``end``.
     """
 
     packed: PackedStep
@@ -44,7 +60,7 @@ class RunningStep:
     end: Mark
     draws: HostDraws
     forks: HostDraws | None
-    scores: tuple[list[HostLogprobs], ...]
+    yields: tuple[PromptYield, ...]
 
     def results(self, chunks: Seq[Chunk]) -> list[ChunkResult]:
         """One a chunk, once the device has passed ``end``."""
@@ -52,9 +68,8 @@ class RunningStep:
         results = {id(chunk): ChunkResult(own.token_id, own.logprobs) for chunk, own in drawn if chunk is not None}
         for chunk, forks in self._forks():
             results[id(chunk)] = replace(results[id(chunk)], forks=forks)
-        for chunk, pieces in zip(self.packed.scored, self.scores, strict=True):
-            own = results.get(id(chunk), NOTHING)
-            results[id(chunk)] = replace(own, prompt_logprobs=_prompt_logprobs(chunk, pieces))
+        for chunk, found in zip(self.packed.scored, self.yields, strict=True):
+            results[id(chunk)] = found.added_to(results.get(id(chunk), NOTHING), chunk)
         return [results.get(id(chunk), NOTHING) for chunk in chunks]
 
     def _forks(self) -> Iterator[tuple[Chunk, tuple[Draw, ...]]]:
@@ -68,11 +83,6 @@ class RunningStep:
 
 def _num_top(chunks: Seq[Chunk | None]) -> list[int | None]:
     return [None if chunk is None else chunk.sequence.request.params.logprobs for chunk in chunks]
-
-
-def _prompt_logprobs(chunk: Chunk, pieces: Seq[HostLogprobs]) -> tuple[TokenLogprobs, ...]:
-    num_top = chunk.sequence.request.params.prompt_logprobs or 0
-    return tuple(row for piece in pieces for row in piece.rows([num_top] * len(piece.token_logprobs)))
 
 
 class CudaRunner:
@@ -149,14 +159,23 @@ class CudaRunner:
             self._inputs.sampled[: len(logits)].copy_(argmax(logits))
         else:
             logprobs = self._sampler.sample(packed, logits, constrained)
-        return self._ended(packed, tuple(marks), logprobs, forks, self._scores(packed, hidden[len(logits) :]))
+        return self._ended(packed, tuple(marks), logprobs, forks, self._yields(packed, hidden[len(logits) :]))
 
-    def _scores(self, packed: PackedStep, hidden: Tensor) -> tuple[list[HostLogprobs], ...]:
+    def _yields(self, packed: PackedStep, hidden: Tensor) -> tuple[PromptYield, ...]:
         """``hidden`` are the rows of the scored chunks, one after the other."""
         if not packed.scored:
             return ()
         each = hidden.split([chunk.num_tokens for chunk in packed.scored])
-        return tuple(self._sampler.score(c, rows, self._head) for c, rows in zip(packed.scored, each, strict=True))
+        return tuple(self._yield(chunk, rows) for chunk, rows in zip(packed.scored, each, strict=True))
+
+    def _yield(self, chunk: Chunk, hidden: Tensor) -> PromptYield:
+        pieces = self._sampler.score(chunk, hidden, self._head) if scores_prompt(chunk) else []
+        return PromptYield(pieces, self._pooled(chunk, hidden) if pools(chunk) else None)
+
+    def _pooled(self, chunk: Chunk, hidden: Tensor) -> Tensor:
+        share = pooled_share(chunk, self._transformer.normed(hidden))
+        on_host = self._stream.host_memory(len(share), share.dtype)
+        return on_host.copy_(share, non_blocking=True)
 
     def _ended(
         self,
@@ -164,9 +183,9 @@ class CudaRunner:
         marks: tuple[Mark, ...],
         logprobs: HostLogprobs | None,
         forks: HostDraws | None,
-        scores: tuple[list[HostLogprobs], ...],
+        yields: tuple[PromptYield, ...],
     ) -> RunningStep:
         num_sampled = len(packed.sampled)
         token_ids = self._stream.host_memory(num_sampled, torch.int64)
         token_ids.copy_(self._inputs.sampled[:num_sampled], non_blocking=True)
-        return RunningStep(packed, marks, self._stream.mark(), HostDraws(token_ids, logprobs), forks, scores)
+        return RunningStep(packed, marks, self._stream.mark(), HostDraws(token_ids, logprobs), forks, yields)

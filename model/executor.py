@@ -8,7 +8,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..core.request import Fork
+from torch import Tensor
+
+from ..core.request import Fork, Pooling
 from ..core.sequence import Chunk, ChunkResult
 from .sampler import SamplingRow
 
@@ -58,14 +60,14 @@ class WantedRows:
 
 
 def wanted_rows(chunks: Seq[Chunk]) -> WantedRows:
-    """The last row of chunks that sample, all rows of those whose prompt log-probabilities are asked for."""
+    """The last row of chunks that sample, all rows of those whose prompts are scored or pooled."""
     rows: list[int] = []
     of_chunk = []
     end = 0
     for chunk in chunks:
         first = len(rows)
         end += chunk.num_tokens
-        if scores_prompt(chunk):
+        if wants_all_rows(chunk):
             rows += range(end - chunk.num_tokens, end)
         elif chunk.samples:
             rows.append(end - 1)
@@ -77,6 +79,22 @@ def scores_prompt(chunk: Chunk) -> bool:
     """Whether log-probabilities of prompt tokens are wanted from this chunk."""
     sequence = chunk.sequence
     return chunk.start < sequence.num_prompt and sequence.request.params.prompt_logprobs is not None
+
+
+def pools(chunk: Chunk) -> bool:
+    """Whether the chunk has a share in a vector that is asked for."""
+    pooling = chunk.sequence.request.pooling
+    return pooling is Pooling.MEAN or (pooling is Pooling.LAST and chunk.end == chunk.sequence.num_prompt)
+
+
+def wants_all_rows(chunk: Chunk) -> bool:
+    return scores_prompt(chunk) or pools(chunk)
+
+
+def pooled_share(chunk: Chunk, normed: Tensor) -> Tensor:
+    """``normed  [chunk.num_tokens, hidden_size]``, all rows of a chunk that `pools` -> ``[hidden_size]`` float64."""
+    counted = normed if chunk.sequence.request.pooling is Pooling.MEAN else normed[-1:]
+    return counted.double().sum(0)
 
 
 def known_ids(chunk: Chunk) -> list[int]:

@@ -74,11 +74,13 @@ def assemble(
         if on_progress is not None:
             on_progress(index + 1, spec.num_layers)
     head = Affine(embedding) if spec.has_tied_embeddings else reader.affine(spec.names.lm_head)
+    final_norm = reader.norm(spec.names.final_norm)
     return Transformer(
         spec=spec,
         embedding=embedding,
         layers=tuple(layers),
-        head=kinds.normed_linear(reader.norm(spec.names.final_norm), head),
+        head=kinds.normed_linear(final_norm, head),
+        final_norm=final_norm,
         attention=attention,
     )
 

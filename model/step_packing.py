@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.sequence import Chunk
-from .executor import BlockCopies, block_copies, forks_of, known_ids, scores_prompt
+from .executor import BlockCopies, block_copies, forks_of, known_ids, wants_all_rows
 from .seats import Seat, Seats
 from .step_shapes import StepShape, StepShapes
 
@@ -26,7 +26,7 @@ class StepArrays:
     [num_segments, 4]`` and their ``blocks`` as in `kernels/step_inputs`; ``lengths [num_sequences]`` are tokens at the
     end of the step; of the prompts ``starts [num_prompts]`` are those before it, and ``query_starts [num_prompts + 1]``
     count from the first prompt's row. ``outputs`` are the rows whose output is wanted: one for each sequence, its last,
-    then all rows of chunks whose prompts are scored.
+    then all rows of chunks whose prompts are scored or pooled.
     """
 
     token_ids: Ints
@@ -46,9 +46,9 @@ class PackedStep:
     """A step as its executor launches it.
 
     ``sampled [num_sequences]`` are the chunks whose tokens are drawn, ``None`` where none is wanted; ``sampled_seats``
-    their seats, or -1. ``scored`` are the chunks whose prompts' log-probabilities are wanted, ``forked`` the places
-    among ``sampled`` of those whose forks draw too. ``newcomers`` were seated by this step. ``copies`` come before all
-    else.
+    their seats, or -1. ``scored`` are the chunks whose prompts' log-probabilities, or pooled hidden states, are wanted,
+    ``forked`` the places among ``sampled`` of those whose forks draw too. ``newcomers`` were seated by this step.
+    ``copies`` come before all else.
     """
 
     number: int
@@ -155,7 +155,7 @@ class _StepInMaking:
 
     def packed(self, copies: BlockCopies | None) -> PackedStep:
         sampled = tuple([chunk if chunk is not None and chunk.samples else None for chunk in self._chunks])
-        scored = [number for number, chunk in enumerate(self._chunks) if chunk is not None and scores_prompt(chunk)]
+        scored = [number for number, chunk in enumerate(self._chunks) if chunk is not None and wants_all_rows(chunk)]
         return PackedStep(
             number=self._number,
             shape=self._shape,

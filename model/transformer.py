@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from .attention import AttentionBackend
 from .kv_tensors import KvTensors
-from .layers import DecoderLayer, Linear
+from .layers import DecoderLayer, Linear, RmsNorm
 from .spec import DecoderSpec
 
 
@@ -31,12 +31,16 @@ B = TypeVar("B", bound=TokenRows)
 
 @dataclass(frozen=True, slots=True)
 class Transformer(Generic[B]):
-    """``embedding [vocab_size, hidden_size]``; ``head`` norms what it reads, and holds the same numbers if tied."""
+    """``embedding [vocab_size, hidden_size]``; ``head`` norms what it reads, and holds the same numbers if tied.
+
+    ``final_norm`` is the one within the head, for those who want hidden states and no logits.
+    """
 
     spec: DecoderSpec
     embedding: Tensor
     layers: tuple[DecoderLayer, ...]
     head: Linear
+    final_norm: RmsNorm
     attention: AttentionBackend[B]
 
     @torch.inference_mode()
@@ -65,3 +69,8 @@ class Transformer(Generic[B]):
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [n, hidden_size]``, rows of `forward` -> float32 ``[n, vocab_size]``."""
         return self.head(hidden).float()
+
+    @torch.inference_mode()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """``hidden [n, hidden_size]``, rows of `forward` -> behind the final norm, Transformers' last hidden state."""
+        return self.final_norm(hidden)

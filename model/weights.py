@@ -16,6 +16,8 @@ CPU = torch.device("cpu")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
+PREFIX = "model."
+"""Of all names but the head's; files of sentence-transformers hold the network alone and leave it out."""
 
 
 class CheckpointError(ValueError):
@@ -81,6 +83,9 @@ class SafetensorsCheckpoint:
         for name, shard in _weight_map(folder).items():
             if self._shard_of.get(name) != shard:
                 raise CheckpointError(f"{folder / shard} has no tensor {name}, though {INDEX_NAME} lists it there")
+        self._is_bare = EMBEDDING_NAME not in self._shard_of and EMBEDDING_NAME.removeprefix(PREFIX) in self._shard_of
+        if self._is_bare:
+            self._shard_of = {PREFIX + name: shard for name, shard in self._shard_of.items()}
         if self.config.get("tie_word_embeddings") and self._has_head_of_its_own():
             self.config["tie_word_embeddings"] = False
 
@@ -90,7 +95,7 @@ class SafetensorsCheckpoint:
     def get(self, name: str) -> Tensor:
         if name not in self._shard_of:
             raise CheckpointError(f"{self._folder} has no tensor {name}")
-        return self._shards[self._shard_of[name]].get_tensor(name)
+        return self._shards[self._shard_of[name]].get_tensor(name.removeprefix(PREFIX) if self._is_bare else name)
 
     def close(self) -> None:
         self._shards.clear()

@@ -35,6 +35,7 @@ from ..core.messages import (
     WorkerCard,
 )
 from ..core.part import Delivery, Handover, MayRun, Outbox, StepBudget, TransferFailed, refuse_unfit
+from ..core.pooling import PooledSum
 from ..core.request import Request, RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, Draw, FinishReason, Sequence, ending, settle
 from ..kvtransfer.sender import Failed, Sender, SenderActions, answer_unknown
@@ -43,8 +44,9 @@ from .scheduler import PromptScheduler
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way through this part; ``sender`` exists from the first chunk on if its KV travels.
+    """A request on its way through this part.
 
+    ``sender`` exists from the first chunk on if its KV travels, ``pooled`` if a vector of its prompt is wanted.
     ``wanted`` are the choices that nobody has aborted.
     """
 
@@ -54,6 +56,7 @@ class Job:
     choices: tuple[Request, ...]
     wanted: set[RequestId]
     sender: Sender | None = None
+    pooled: PooledSum | None = None
     num_cached: int = 0
     first_missing: int = 0
     is_started: bool = False
@@ -221,6 +224,9 @@ class PrefillPart:
                 self._tables.publish(job.sequence)
                 if result.prompt_logprobs:
                     self._tell_prompt_logprobs(job, chunk, result)
+                if result.pooled:
+                    job.pooled = job.pooled or PooledSum(job.task.request)
+                    job.pooled.add(result.pooled)
                 if chunk.end == job.sequence.num_prompt:
                     self._complete(job, result, now)
 
@@ -238,8 +244,9 @@ class PrefillPart:
         """The prompt is computed: first tokens go to the router, those that they don't end to the decode worker."""
         job.is_computed = True
         if result.token_id is None:
+            vector = job.pooled.vector() if job.pooled else b""
             for choice in job.wanted_choices:  # max_tokens is 0: the prompt alone was wanted
-                delta = TokenDelta(choice.request_id, 0, None, FinishReason.LENGTH, None, job.num_cached)
+                delta = TokenDelta(choice.request_id, 0, None, FinishReason.LENGTH, None, job.num_cached, vector)
                 self._outbox.emit(job.router, delta)
             self._drop(job, "nothing was to be generated")
             return

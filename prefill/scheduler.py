@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..core.block_tables import BlockTables
 from ..core.part import StepBudget
+from ..core.request import Pooling
 from ..core.sequence import Chunk, Sequence, take_chunk
 
 
@@ -90,11 +91,11 @@ class PromptScheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give the prompt all its blocks, or nothing; there must be room for the copies that its forks need, too.
 
-        The last token is always computed, since its output is the first token; prompt log-probabilities need
+        The last token is always computed, since its output is the first token; prompt log-probabilities and means need
         every position computed.
         """
         request, tables = sequence.request, self._tables
-        wants_all = request.params.prompt_logprobs is not None
+        wants_all = request.params.prompt_logprobs is not None or request.pooling is Pooling.MEAN
         tables.reuse(sequence, 0 if wants_all else sequence.num_prompt - 1)
         missing = tables.num_missing(sequence, sequence.num_prompt) + request.num_copies(tables.block_size)
         if missing > tables.pool.num_available - self._held_back():

@@ -22,6 +22,7 @@ from .access.door import stand_before
 from .access.visit import Visit
 from .completion_routes import EVENTS, completion_routes
 from .dispatcher import Dispatcher
+from .embedding_routes import embedding_routes
 from .ledger import Failure
 from .metrics import RouterMetrics
 from .model_routes import model_routes
@@ -193,6 +194,7 @@ def _requests(prepared: PreparedRequest, response_id: str, caller: Caller) -> li
             params=choice.params,
             salt=salt,
             priority=priority,
+            pooling=choice.pooling,
         )
         for choice in prepared.choices
     ]
@@ -231,6 +233,7 @@ class EventStream(Response):
 
 ROUTES = (
     completion_routes,
+    embedding_routes,
     response_routes,
     model_routes,
     tokenization_routes,

@@ -92,7 +92,7 @@ class Dispatcher:
     def _place(self, group: Sequence[Entry], avoid: Sequence[Pair] = ()) -> Placement | NoCapacity:
         """Choose a pair for entries of one prompt and count them in at it."""
         request = group[0].request
-        pairs = self.fleet.pairs()
+        pairs = self.fleet.pairs() if request.pooling is None else self.fleet.solo()
         hashes = self._hashes(request) if len(pairs) > 1 else []
         longest = max(entry.request.max_total_tokens for entry in group)
         demand = Demand(request.num_prompt_tokens, longest, len(group))

@@ -192,6 +192,10 @@ class Fleet:
             if decode.load.is_accepting and decode.card.role.decodes
         ]
 
+    def solo(self) -> list[Pair]:
+        """Every worker that takes prompts, with itself: for requests that end with their prompt."""
+        return [Pair(w, w) for w in self if w.load.is_accepting and w.card.role.prefills]
+
     def _reached_by(self, prefill: Worker) -> Iterator[Worker]:
         if prefill.card.role.decodes:
             yield prefill

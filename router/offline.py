@@ -12,6 +12,8 @@ from pydantic import Field, ValidationError
 
 from ..core.request import MAX_LOGPROBS, SamplingParams
 from .chat_template import ChatMessage, ToolOffer
+from .embedding import EmbeddingModel
+from .embedding_api import embedding_choices, embedding_model
 from .openai_api import ChatCompletionRequest, CompletionFields, NonNegative
 from .openai_errors import ApiError, of_validation
 from .output import Choice, PreparedPrompt
@@ -69,6 +71,15 @@ def batch_choices(
         for prompt in prompts:
             check_room("n", fields.num_generated, prompt, limits)
         return [choices_of(fields, prompt, fit, draw_seed) for prompt, fit in zip(prompts, fits, strict=True)]
+
+
+def batch_embeddings(
+    prompts: Sequence[PreparedPrompt], num_dimensions: int | None, text: TextModel, limits: Limits
+) -> tuple[EmbeddingModel, tuple[Choice, ...]]:
+    """How the model embeds, and a choice a prompt. Raises ``ValueError``, also where the model does not embed."""
+    with _refusals_as_value_errors():
+        model = embedding_model(text, limits.model_name)
+        return model, embedding_choices(prompts, model, num_dimensions, limits)
 
 
 def _said(params: SamplingParams) -> dict[str, object]:

@@ -167,6 +167,25 @@ class TextCompletion(Completed):
     usage: Usage | None = None
 
 
+class Embedding(Answer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Little-endian float32 in base64 where ``encoding_format`` says so."""
+
+
+class EmbeddingUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Answer):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ModelCard(Answer):
     id: str
     object: Literal["model"]

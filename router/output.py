@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.messages import TokenDelta
-from ..core.request import SamplingParams, TokenLogprobs, pack_ids
+from ..core.request import Pooling, SamplingParams, TokenLogprobs, pack_ids
 from ..core.sequence import FinishReason
 from .detokenizer import Detokenizer
 from .parsing.deltas import CallDelta, ParsedText, PlainText, TextParser
@@ -46,7 +46,7 @@ class Choice:
     """``params`` is complete, as a worker needs it; ``stop`` are the strings that end the output, watched here.
 
     Choices of the same prompt share one `PreparedPrompt`. Log-probabilities that are wanted only in order to rank
-    choices are not shown.
+    choices are not shown. With ``pooling`` the choice is a vector of its prompt.
     """
 
     index: int
@@ -57,6 +57,7 @@ class Choice:
     is_stream: bool = False
     syntax: OutputSyntax = PLAIN
     shows_logprobs: bool = True
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,8 @@ class OutputAssembler:
         self.cached_tokens = 0
         self.sum_logprobs = 0.0
         """Of all tokens, if they were asked for."""
+        self.pooled = b""
+        """The vector, where one is wanted instead of text."""
         self.finish: FinishReason | None = None
 
     @property
@@ -144,7 +147,7 @@ class OutputAssembler:
     def feed(self, delta: TokenDelta) -> OutputDelta:
         assert self.finish is None, "no token follows the end"
         if delta.index == 0:
-            self.cached_tokens = delta.cached_tokens
+            self.cached_tokens, self.pooled = delta.cached_tokens, delta.pooled
         if delta.logprobs is not None:
             self.sum_logprobs += delta.logprobs.token_logprob
         entry = self._entry(delta)

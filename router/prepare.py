@@ -18,7 +18,7 @@ from .grammar import WantedGrammar, wanted_grammar
 from .openai_api import ChatCompletionRequest, CompletionFields, CompletionRequest
 from .openai_errors import ApiError
 from .output import PLAIN, Choice, OutputSyntax, PreparedPrompt
-from .prompts import chat_prompt, completion_prompts
+from .prompts import chat_prompt, prompts_of
 from .sampling import check_ids, choice_seed, sampling_params
 from .text import TextModel
 from .tools import answer_syntax, thought_begun
@@ -82,7 +82,7 @@ MakeFormat = Callable[[PreparedRequest, str, int, str], WireFormat]
 
 def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed) -> PreparedRequest:
     """Raises `ApiError`. Without ``max_tokens`` the output may fill the model."""
-    _check_model(body, limits)
+    check_model(body.model, limits)
     _check_number("n", body.num_generated, limits)
     prompt = chat_prompt(body, text)
     params = replace(
@@ -101,7 +101,7 @@ def prepare_completion(
     body: CompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed
 ) -> PreparedRequest:
     """Raises `ApiError`."""
-    _check_model(body, limits)
+    check_model(body.model, limits)
     num_shown, num_generated = body.n or 1, body.num_generated
     is_ranked = num_generated > num_shown
     params = replace(
@@ -111,7 +111,7 @@ def prepare_completion(
         logprobs=0 if body.logprobs is None and is_ranked else body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    prompts = completion_prompts(body, text, limits.vocab_size)
+    prompts = prompts_of(body.prompt, "prompt", text, limits.vocab_size)
     field = "best_of" if is_ranked else "n"
     _check_number(field, len(prompts) * num_generated, limits)
     choices: list[Choice] = []
@@ -128,9 +128,10 @@ def _admitted(wanted: WantedGrammar | None, text: TextModel) -> str:
     return text.grammars.admit(wanted.grammar, wanted.field) if wanted else ""
 
 
-def _check_model(body: CompletionFields, limits: Limits) -> None:
-    if body.model is not None and body.model != limits.model_name:
-        raise ApiError.unknown_model(body.model)
+def check_model(model: str | None, limits: Limits) -> None:
+    """Raises `ApiError` for another model than the one served."""
+    if model is not None and model != limits.model_name:
+        raise ApiError.unknown_model(model)
 
 
 def _check_number(field: str, num_choices: int, limits: Limits) -> None:

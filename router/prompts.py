@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from .chat_template import ChatTemplate, TemplateRefused
 from .conversation import template_messages
-from .openai_api import ChatCompletionRequest, CompletionRequest
+from .openai_api import ChatCompletionRequest, Prompt
 from .openai_errors import ApiError, shown
 from .output import PreparedPrompt
 from .sampling import check_ids
@@ -51,18 +51,17 @@ def _template_variables(body: ChatCompletionRequest, template: ChatTemplate | No
     return {"reasoning_effort": body.reasoning_effort, **variables}
 
 
-def completion_prompts(body: CompletionRequest, text: TextModel, vocab_size: int) -> list[PreparedPrompt]:
-    """A text, ids, or a list of either. Raises `ApiError` for too many of them and for unknown ids."""
-    prompt = body.prompt
+def prompts_of(prompt: Prompt, field: str, text: TextModel, vocab_size: int) -> list[PreparedPrompt]:
+    """A text, ids, or a list of either. Raises `ApiError` naming ``field`` for too many of them and for unknown ids."""
     if isinstance(prompt, str):
         return [text_prompt(prompt, text)]
     ids = [item for item in prompt if isinstance(item, int)]
     if ids or not prompt:
-        return [ids_prompt(ids, text, vocab_size)]
+        return [ids_prompt(ids, text, vocab_size, field)]
     if len(prompt) > MAX_PROMPTS:
-        raise ApiError.invalid("prompt", f"Invalid 'prompt': {len(prompt)} prompts, the most is {MAX_PROMPTS}.")
+        raise ApiError.invalid(field, f"Invalid '{field}': there are {len(prompt)}, the most is {MAX_PROMPTS}.")
     return [
-        text_prompt(item, text) if isinstance(item, str) else ids_prompt(item, text, vocab_size)
+        text_prompt(item, text) if isinstance(item, str) else ids_prompt(item, text, vocab_size, field)
         for item in prompt
         if not isinstance(item, int)
     ]
@@ -73,7 +72,7 @@ def text_prompt(prompt: str, text: TextModel) -> PreparedPrompt:
     return PreparedPrompt(encoded.ids, prompt, encoded.num_added)
 
 
-def ids_prompt(ids: list[int], text: TextModel, vocab_size: int) -> PreparedPrompt:
+def ids_prompt(ids: list[int], text: TextModel, vocab_size: int, field: str = "prompt") -> PreparedPrompt:
     """Whoever sends ids sees all of them in an echo, special ones too."""
-    check_ids("prompt", ids, vocab_size)
+    check_ids(field, ids, vocab_size)
     return PreparedPrompt(ids, text.decode(ids, skips_special=False))

@@ -4,7 +4,7 @@ No transformers here, which would bring torch into the router: ``tokenizers`` an
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from ..core.grammar import Vocabulary
 from .chat_syntax import ChatSyntax, chat_syntax
 from .chat_template import ChatMessage, ChatTemplate, TemplateRefused, ToolOffer
 from .detokenizer import Detokenizer, TokenBytes, UnsupportedTokenizer
+from .embedding import EmbeddingModel, NoEmbedding, read_embedding
 from .gguf_tokenizer import read_gguf
 from .grammar import GrammarDoor
 from .tokenizer import GenerationDefaults, TokenizerParts, read_folder
@@ -46,6 +47,7 @@ class TextModel:
     syntax: ChatSyntax
     vocabulary: Vocabulary
     grammars: GrammarDoor
+    embedding: EmbeddingModel | NoEmbedding
 
     @classmethod
     def of(
@@ -58,7 +60,17 @@ class TextModel:
         token_bytes = TokenBytes.of(parts.tokenizer)
         vocabulary = _vocabulary(parts, token_bytes)
         grammars = GrammarDoor(vocabulary)
-        return cls(parts.tokenizer, token_bytes, template, parts.eos_ids, parts.defaults, syntax, vocabulary, grammars)
+        return cls(
+            parts.tokenizer,
+            token_bytes,
+            template,
+            parts.eos_ids,
+            parts.defaults,
+            syntax,
+            vocabulary,
+            grammars,
+            NoEmbedding("its files say nothing of it"),
+        )
 
     def encode(self, text: str) -> Encoded:
         """With the special tokens that the tokenizer puts around a text. The text has no lone surrogates."""
@@ -111,12 +123,15 @@ def _vocabulary(parts: TokenizerParts, tokens: TokenBytes) -> Vocabulary:
     return Vocabulary(tokens.pieces, tokens.special_ids, parts.eos_ids, lambda text: plain(text).ids)
 
 
-def load_text(source: Path, chat: ChatConfig = DEFAULT_CHAT) -> TextModel:
+def load_text(source: Path, chat: ChatConfig = DEFAULT_CHAT, pooling: str = "auto") -> TextModel:
     """The text side of a model: a Hugging Face folder or a GGUF file.
+
+    ``pooling`` is ``last``, ``mean`` or ``auto``, what the model's files say.
 
     Raises `UnsupportedTokenizer`, `UnknownFamily` and ``core.gguf_header.MalformedGguf``.
     """
-    return TextModel.of(read_folder(source) if source.is_dir() else read_gguf(source), chat=chat)
+    text = TextModel.of(read_folder(source) if source.is_dir() else read_gguf(source), chat=chat)
+    return replace(text, embedding=read_embedding(source, pooling))
 
 
 def _read_template(path: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3Model
 
 from crossdock.router.detokenizer import byte_level_alphabet
 from crossdock.router.text import load_text
@@ -83,6 +83,47 @@ def reciting_model(folder: Path, recitals: Mapping[str, Sequence[bytes]]) -> Pat
         model.lm_head.weight.zero_()
         model.lm_head.weight[followers, range(size)] = 2.0  # its logit is 2 sqrt(size), all others are 0
     _save(config, model, folder, symbols, [])
+    return folder
+
+
+def embedding_model(folder: Path, pooling: str = "lasttoken", normalizes: bool = True) -> Path:
+    """A small random Qwen3 as sentence-transformers keeps one: the network alone, its pooling, an end behind each text.
+
+    Vectors may be cut to 16 or 32 of their 64 numbers.
+    """
+    symbols = sorted(byte_level_alphabet())
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=len(symbols) + len(SPECIAL_TOKENS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    Qwen3Model(config).save_pretrained(folder)
+    said = {"architectures": ["Qwen3ForCausalLM"], "matryoshka_dimensions": [16, 32]}
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), **said}))
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    end = [("<|end|>", len(symbols) + SPECIAL_TOKENS.index("<|end|>"))]
+    tokenizer.post_processor = TemplateProcessing(single="$A <|end|>", special_tokens=end)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kinds = ["Transformer", "Pooling", *["Normalize"] * normalizes]
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" * bool(i), "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    modes = {f"pooling_mode_{mode}": mode.startswith(pooling) for mode in ("cls_token", "mean_tokens", "lasttoken")}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **modes}))
     return folder
 
 

@@ -3,7 +3,9 @@
 Without a GPU the kernels run in Triton's interpreter, so models and requests are as small as they can be.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from crossdock.benchmarks.offline_engine import Answer, OfflineEngine
 from crossdock.core.config import EngineConfig
-from crossdock.core.request import SamplingParams
-from crossdock.model.engine_plan import EnginePlan
+from crossdock.core.request import Pooling, Request, RequestId, SamplingParams, pack_ids
+from crossdock.core.sequence import Chunk, Sequence, take_chunk
+from crossdock.model.engine_plan import BuiltEngine, EnginePlan
 from crossdock.model.families import decoder_spec
 from crossdock.model.loading import RandomWeights
 
@@ -76,7 +79,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 89, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def on_cpu(plan: EnginePlan, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
+def on_cpu(plan: EnginePlan, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
     """Each alone."""
     engine = engine_of(plan, cpu_executor)
     answers = [engine.generate([ids], wanted)[0] for ids, wanted in zip(prompts, params, strict=True)]
@@ -84,13 +87,13 @@ def on_cpu(plan: EnginePlan, prompts: Sequence[Sequence[int]], params: Sequence[
     return answers
 
 
-def together(engine: OfflineEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
+def together(engine: OfflineEngine, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
     answers = [engine.add(ids, wanted)[1] for ids, wanted in zip(prompts, params, strict=True)]
     engine.run()
     return answers
 
 
-def ids_of(answers: Sequence[Answer]) -> list[list[int]]:
+def ids_of(answers: Seq[Answer]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
 
 
@@ -171,3 +174,31 @@ def test_layer_groups_are_announced_while_a_step_runs_and_the_loop_is_woken() ->
         assert (step.launched.num_groups_done, step.launched.is_done) == (2, True)
         engine.run(step)
     assert len(woken) == 2 + 4  # two groups of the prompt's only chunk, and the end of each step
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_shares_of_vectors_are_those_of_the_cpu(pooling: Pooling) -> None:
+    """In a step with a prompt that is not pooled, a pooled one of a single token, and one that is not done yet."""
+    plan = plan_of()
+
+    def shares(make: Callable[[EnginePlan, int], BuiltEngine]) -> list[list[float]]:
+        executor = make(plan, 40).executor
+        chunks = [pooled_chunk(9, 9, None, 0), pooled_chunk(1, 1, pooling, 1), pooled_chunk(20, 16, pooling, 2)]
+        launched = executor.launch([*chunks, pooled_chunk(5, 5, pooling, 4)], None)
+        found = [array("d", result.pooled).tolist() for result in launched.results()]
+        executor.close()
+        return found
+
+    on_gpu, expected = shares(gpu_executor), shares(cpu_executor)
+    assert [len(share) for share in on_gpu] == [0, 32, 32 if pooling is Pooling.MEAN else 0, 32]
+    for share, wanted in zip(on_gpu, expected, strict=True):
+        assert share == pytest.approx(wanted, abs=1e-4)
+
+
+def pooled_chunk(num_prompt: int, num_tokens: int, pooling: Pooling | None, first_block: int) -> Chunk:
+    params = SamplingParams(max_tokens=0, seed=0)
+    packed = pack_ids(prompt(num_prompt, num_prompt))
+    request = Request(request_id=RequestId(f"{first_block}"), prompt=packed, params=params, pooling=pooling)
+    sequence = Sequence.of(request)
+    sequence.blocks = [first_block, first_block + 1]
+    return take_chunk(sequence, num_tokens)

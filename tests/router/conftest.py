@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import msgspec
@@ -35,10 +36,11 @@ from crossdock.core.messages import (
     WorkerLoad,
 )
 from crossdock.core.part import Delivery
-from crossdock.core.request import Request, RequestId, TokenLogprobs, TransferId
+from crossdock.core.request import Pooling, Request, RequestId, TokenLogprobs, TransferId
 from crossdock.core.sequence import FinishReason
 from crossdock.router.app import Router, create_app
 from crossdock.router.dispatcher import Dispatcher
+from crossdock.router.embedding import EmbeddingModel
 from crossdock.router.metrics import RouterMetrics
 from crossdock.router.text import TextModel
 from crossdock.router.tokenizer import TokenizerParts
@@ -52,13 +54,18 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message[
 
 @pytest.fixture(scope="session")
 def text() -> TextModel:
-    """A model whose tokens are bytes: token id ``n`` is the ``n``-th byte in the alphabet's order, 256 ends."""
+    """A model whose tokens are bytes: token id ``n`` is the ``n``-th byte in the alphabet's order, 256 ends.
+
+    Its vectors may be cut to two numbers.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
-    return TextModel.of(TokenizerParts(tokenizer, {"eos_token": "<eos>"}, frozenset({EOS}), CHAT_TEMPLATE))
+    parts = TokenizerParts(tokenizer, {"eos_token": "<eos>"}, frozenset({EOS}), CHAT_TEMPLATE)
+    embedding = EmbeddingModel(Pooling.LAST, normalizes=False, dimensions=(2,))
+    return replace(TextModel.of(parts), embedding=embedding)
 
 
 Script = Callable[[Request], list[int]]
@@ -70,6 +77,7 @@ class Behaviour:
     """How a scripted worker plays; may be changed while it runs."""
 
     script: Script
+    vector_of: Callable[[Request], bytes] = lambda request: array("f", [3.0, 4.0, request.num_prompt_tokens]).tobytes()
     seconds_a_token: float = 0.0
     fails_with: RequestFailed | None = None
     """Answer to a task instead of tokens; its ids are replaced by the task's."""
@@ -212,6 +220,7 @@ class ScriptedWorker:
                 token_id=token_id,
                 finish=finish if n == len(ids) - 1 else None,
                 logprobs=TokenLogprobs(-0.25) if has_logprobs and token_id is not None else None,
+                pooled=b"" if request.pooling is None else self.behaviour.vector_of(request),
             )
             for n, token_id in enumerate(ids)
         ]
