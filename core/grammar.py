@@ -27,6 +27,7 @@ _ESCAPE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _MULTIPLE = re.compile(
     r'multipleOf[\\"\s]*:\s*([-+.0-9eE]+)'
 )  # its quotes are escaped where the schema is part of Lark
+_TEMPERATURE = re.compile(r'\w\[[^]/"]*\btemperature\s*=')
 
 
 class BadGrammar(Exception):
@@ -65,7 +66,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of the grammar, whose first mask is computed. Raises `BadGrammar`."""
-        _check_work(grammar)
+        _check(grammar)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
             raise BadGrammar(in_short(matcher.get_error()))
@@ -83,12 +84,14 @@ def in_short(error: str) -> str:
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:half]} … {line[-half:]}"
 
 
-def _check_work(grammar: str) -> None:
-    """Raises `BadGrammar` for what llguidance itself would spend minutes or gigabytes on."""
+def _check(grammar: str) -> None:
+    """Raises `BadGrammar` for what llguidance would spend minutes or gigabytes on, and for what it leaves to others."""
     num_bytes = len(grammar.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise BadGrammar(f"it has {num_bytes} bytes, the most is {MAX_GRAMMAR_BYTES}")
     plain = _ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), grammar)
+    if _TEMPERATURE.search(plain):
+        raise BadGrammar("a rule's 'temperature' is not supported; that of the request holds for all of its output")
     multiple = math.lcm(*(_digits(number) for number in set(_MULTIPLE.findall(plain))))
     if multiple > MAX_MULTIPLE:
         raise BadGrammar(f"its 'multipleOf' have the common multiple {multiple}, the most is {MAX_MULTIPLE}")

@@ -119,7 +119,8 @@ class Grammars:
         if self._masking is None:
             self._masking = LLExecutor(NUM_THREADS)
         bits: Bits = np.zeros((len(matchers), -(-self.vocab_size // 32)), dtype=np.int32)
-        fill_next_token_bitmask_par(self._masking, [(matcher, row) for row, matcher in enumerate(matchers)], bits)
+        if matchers:
+            fill_next_token_bitmask_par(self._masking, [(matcher, row) for row, matcher in enumerate(matchers)], bits)
         return bits
 
     def without_barred(self, bits: Bits, chunk: Chunk) -> Bits:

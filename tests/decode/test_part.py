@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from crossdock.core.messages import Abort, Attached, Offer, PoolBooks, TokenDelta
+from crossdock.core.messages import Abort, Attached, Offer, PoolBooks, RequestFailed, TokenDelta
 from crossdock.core.part import Delivery, Handover, StepBudget
 from crossdock.core.request import Request, RequestId, TransferId
 from crossdock.core.sequence import Chunk, ChunkResult, FinishReason, Sequence
@@ -184,3 +184,29 @@ def test_preemption_changes_no_token_and_repeats_none() -> None:
     expected = [(index, 600 + index) for index in range(1, 9)]
     assert (told, bench.part.num_preemptions, bench.part.num_preempted) == ({"a": expected, "b": expected}, 1, 0)
     assert bench.books.leased == 0
+
+
+def test_a_token_that_completes_a_grammar_ends_the_request() -> None:
+    bench = Bench()
+    bench.adopt(request("a", 15))
+    chunks = bench.plan()
+    bench.part.apply([(chunks[0], ChunkResult(501, is_complete=True))], 0.0)
+    bench.tables.step_done(chunks[0].sequence)
+    assert bench.outbox.deltas == [token("a", 1, 501, FinishReason.STOP)]
+    assert (bench.part.num_requests, bench.books.leased) == (0, 0)
+
+
+def test_a_grammar_that_can_not_be_followed_ends_its_request_for_good_and_no_other() -> None:
+    bench = Bench()
+    bench.adopt(request("a", 15))
+    bench.adopt(request("b", 15, first_id=300))
+    chunks = bench.plan()
+    results = [ChunkResult(None, failure="too complex"), ChunkResult(501)]
+    bench.part.apply(list(zip(chunks, results, strict=True)), 0.0)
+    for chunk in chunks:
+        bench.tables.step_done(chunk.sequence)
+    (to, message), *others = bench.outbox.take_sent()
+    assert (to, others, bench.outbox.deltas) == (ROUTER, [], [token("b", 1, 501)])
+    assert isinstance(message, RequestFailed)
+    assert (message.request_id, message.reason, message.is_retryable) == ("a", "too complex", False)
+    assert bench.part.num_requests == 1

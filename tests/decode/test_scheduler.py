@@ -5,13 +5,14 @@ from crossdock.core.part import StepBudget
 from crossdock.core.sequence import Chunk, Sequence
 from crossdock.decode.scheduler import DecodeScheduler
 
-from ..parts import finish, free, request, spans, tables_of
+from ..parts import finish, free, name_of, request, spans, tables_of
 
 
 class Bench:
-    def __init__(self, num_blocks: int, prefix_cache: bool = True) -> None:
+    def __init__(self, num_blocks: int, prefix_cache: bool = True, held: tuple[str, ...] = ()) -> None:
+        """Those of ``held`` run only when all their tokens are known, as with a grammar."""
         self.tables: BlockTables = tables_of(num_blocks, prefix_cache)
-        self.scheduler = DecodeScheduler(self.tables)
+        self.scheduler = DecodeScheduler(self.tables, lambda one: one.num_pending == 0 or name_of(one) not in held)
         self.num_added = 0
 
     def add(
@@ -73,6 +74,32 @@ def test_the_next_token_is_planned_while_the_one_before_is_on_the_device() -> No
     finish(bench.tables, first)
     (third,) = bench.plan()
     assert (third.start, third.takes_pending) == (18, True)
+
+
+def test_who_waits_for_its_own_token_takes_part_in_every_other_step_and_holds_nobody_up() -> None:
+    bench = Bench(8, held=("b",))
+    for name in "abc":
+        bench.add(name)
+    planned, previous = [], bench.plan()
+    for _ in range(3):
+        following = bench.plan()
+        planned.append(spans(following))
+        finish(bench.tables, previous)
+        previous = following
+    assert planned == [
+        ["a 17-18 ->", "c 17-18 ->"],
+        ["a 18-19 ->", "b 17-18 ->", "c 18-19 ->"],
+        ["a 19-20 ->", "c 19-20 ->"],
+    ]
+
+
+def test_who_waits_for_its_own_token_gives_way_and_returns_like_any_other() -> None:
+    bench = Bench(4, prefix_cache=False, held=("b",))
+    bench.add("a", max_tokens=40)
+    b = bench.add("b", max_tokens=40)
+    steps = [bench.step() for _ in range(32)]
+    assert bench.scheduler.num_preemptions == 1
+    assert (b.blocks, steps[-1]) == ([], ["a 47-48 ->"])
 
 
 def test_no_step_is_planned_past_the_limit() -> None:

@@ -38,7 +38,9 @@ from ..parts import (
     card,
     free,
     from_router,
+    name_of,
     request,
+    spans,
     tables_of,
 )
 
@@ -48,11 +50,19 @@ SCORED = TokenLogprobs(-1.0)
 
 class Bench:
     def __init__(self, num_blocks: int = 8) -> None:
+        self.uncompiled: set[str] = set()
         self.tables = tables_of(num_blocks)
         self.outbox = Record()
         self.handed_over: list[Handover] = []
         self.part = PrefillPart(
-            PREFILL, card(num_blocks), self.tables, self.outbox, self.handed_over.append, lambda: 0, LEASE_SECONDS
+            PREFILL,
+            card(num_blocks),
+            self.tables,
+            self.outbox,
+            self.handed_over.append,
+            lambda: 0,
+            LEASE_SECONDS,
+            lambda sequence: name_of(sequence) not in self.uncompiled,
         )
 
     def task(self, wanted: Request, decode: Peer = DECODE, now: float = 0.0) -> None:
@@ -402,3 +412,51 @@ def test_groups_of_a_cached_prefix_travel_as_soon_as_there_is_a_reservation() ->
     bench.plan()
     bench.answer(reservation([1, 2, 3]))
     assert bench.outbox.pushed == [(group, [0, 1], [1, 2]) for group in range(NUM_GROUPS)]
+
+
+# --- grammars ------------------------------------------------------------------------------------
+
+
+def test_a_request_whose_grammar_compiles_is_overtaken_and_starts_when_that_is_done() -> None:
+    bench = Bench()
+    bench.uncompiled.add("a")
+    bench.task(request("a", 20))
+    bench.task(request("b", 20, first_id=300), PREFILL)
+    assert bench.part.num_waiting == 2
+    assert spans(bench.plan()) == ["b 0-20 ->"]
+    bench.part.sweep(1.0)
+    assert (bench.plan(), bench.part.num_waiting, bench.part.num_requests) == ([], 1, 2)
+    bench.uncompiled.clear()
+    bench.part.sweep(2.0)
+    assert spans(bench.plan()) == ["a 0-20 ->"]
+
+
+def test_a_request_is_aborted_while_its_grammar_compiles() -> None:
+    bench = Bench()
+    bench.uncompiled.add("a")
+    bench.task(request("a", 20))
+    bench.part.handle(from_router(Abort(request_id=RequestId("a"))), 0.0)
+    bench.uncompiled.clear()
+    bench.part.sweep(1.0)
+    assert (bench.plan(), bench.part.num_requests, bench.books) == ([], 0, free(8))
+
+
+def test_a_grammar_that_can_not_be_followed_ends_the_request_at_both_workers_for_good() -> None:
+    bench = Bench()
+    bench.task(request("a", 20))
+    (chunk,) = bench.plan()
+    bench.outbox.take_sent()
+    bench.part.apply([(chunk, ChunkResult(None, failure="too complex"))], 0.0)
+    bench.tables.step_done(chunk.sequence)
+    assert bench.outbox.take_sent() == [failed("too complex", is_retryable=False), cancel("too complex")]
+    assert (bench.outbox.deltas, bench.part.num_requests, bench.books) == ([], 0, free(8))
+
+
+def test_a_first_token_that_completes_a_grammar_ends_the_request() -> None:
+    bench = Bench()
+    bench.task(request("a", 20), PREFILL)
+    (chunk,) = bench.plan()
+    bench.part.apply([(chunk, ChunkResult(FIRST, is_complete=True))], 0.0)
+    bench.tables.step_done(chunk.sequence)
+    assert bench.outbox.deltas == [TokenDelta(RequestId("a"), 0, FIRST, FinishReason.STOP)]
+    assert (bench.handed_over, bench.part.num_requests) == ([], 0)

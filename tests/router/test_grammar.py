@@ -167,6 +167,7 @@ BAD: list[tuple[str, str]] = [
     (lark_grammar("start: foo"), "unknown name"),
     (lark_grammar('start: %json {"type": "nonsense"}'), "Invalid type"),
     (lark_grammar('start: %json {"multiple\\u004ff": 1000003}'), "common multiple"),
+    (lark_grammar('start: x "."\nx[capture, temperature=0.5]: /.*/'), "'temperature' is not supported"),
     ("{}", "grammars"),
 ]
 
