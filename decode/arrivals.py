@@ -29,7 +29,7 @@ from ..core.messages import (
     Renew,
     WorkerCard,
 )
-from ..core.part import Delivery, Handover, Outbox, Payload, refuse_unfit
+from ..core.part import Delivery, Handover, MayRun, Outbox, Payload, refuse_unfit
 from ..core.request import Request, RequestId, TransferId
 from ..core.sequence import Sequence, ending
 from ..kvtransfer.lease import LeaseBook
@@ -75,6 +75,7 @@ class Arrivals:
         num_held_back: Callable[[], int],
         attach: Callable[[Handover], None],
         land: Callable[[Push, Payload], None],
+        may_run: MayRun = lambda sequence: True,
     ) -> None:
         self._card = card
         self._tables = tables
@@ -84,6 +85,7 @@ class Arrivals:
         self._num_held_back = num_held_back
         self._attach = attach
         self._land = land
+        self._may_run = may_run
         self._leases = LeaseBook()
         self._arrivals: dict[TransferId, Arrival] = {}
         self._queue: list[Arrival] = []
@@ -130,6 +132,7 @@ class Arrivals:
             self._outbox.send(sender, Rejected(transfer_id=offer.transfer_id, reason=reason))
             return
         sequence = Sequence.of(request)
+        self._may_run(sequence)  # asked so early, its grammar compiles while its KV is on its way
         arrival = Arrival(offer.transfer_id, wanted, request.priority, offer.router, sender, sequence)
         self._arrivals[offer.transfer_id] = arrival
         insort(self._queue, arrival, key=lambda queued: queued.priority)

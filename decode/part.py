@@ -45,7 +45,7 @@ class DecodePart:
         self._scheduler = DecodeScheduler(tables, may_run)
         self._requests: dict[RequestId, Handover] = {}
         self._arrivals = Arrivals(
-            card, tables, outbox, group_bytes, lease_seconds, lambda: self.num_held_back, self.adopt, land
+            card, tables, outbox, group_bytes, lease_seconds, lambda: self.num_held_back, self.adopt, land, may_run
         )
         self.num_output_tokens = 0
 

@@ -172,9 +172,10 @@ class CudaSampler:
         )
 
     def _on_device(self, masks: TokenMasks | None) -> TokenMasks | None:
-        if masks is None or not masks.rows:
+        if masks is None or not len(masks.rows):
             return None
-        return TokenMasks(masks.rows, self._to_device(masks.bits.numpy()).view(masks.bits.shape))
+        bits = self._to_device(masks.bits.numpy()).view(masks.bits.shape)
+        return TokenMasks(self._to_device(masks.rows.numpy()), bits)
 
     def _adjust(
         self, chunks: Sequence[Chunk | None], seats: NDArray[np.int32], logits: Tensor, masks: TokenMasks | None

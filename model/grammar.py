@@ -176,7 +176,7 @@ class ConstrainedStep:
                 bits[place] = -1
             else:
                 bits[place] = self.grammars.without_barred(bits[place], self.rows[row])
-        return TokenMasks(rows, torch.from_numpy(bits))
+        return TokenMasks(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(bits))
 
     def settled(self, chunks: Seq[Chunk], results: Seq[ChunkResult]) -> list[ChunkResult]:
         """The step's results, one a chunk, with what they mean to the grammars."""

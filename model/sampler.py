@@ -57,23 +57,23 @@ class SamplingRow:
 class TokenMasks:
     """What some rows of a step may sample: row ``rows[i]`` the tokens whose bits are set in ``bits[i]``.
 
-    ``bits  [n, ceil(vocab / 32)]`` int32, the lowest bit first.
+    ``rows  [n]`` int64, ``bits  [n, ceil(vocab / 32)]`` int32, the lowest bit first, both on the logits' device.
     """
 
-    rows: list[int]
+    rows: Tensor
     bits: Tensor
 
     def of(self, places: Sequence[int]) -> "TokenMasks":
         """The masks of rows that are drawn like these: row ``i`` like row ``places[i]``."""
-        mask_of = {row: number for number, row in enumerate(self.rows)}
+        mask_of = {row: number for number, row in enumerate(self.rows.tolist())}
         rows = [row for row, place in enumerate(places) if place in mask_of]
-        return TokenMasks(rows, self.bits[[mask_of[places[row]] for row in rows]])
+        return TokenMasks(torch.tensor(rows, dtype=torch.int64), self.bits[[mask_of[places[row]] for row in rows]])
 
     def apply(self, logits: Tensor) -> None:
         """Bar all other tokens of these rows of ``logits [num_rows, vocab]``, in place."""
-        bit = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=logits.device)
-        is_barred = (self.bits.view(torch.uint8)[..., None] & bit).flatten(1)[:, : logits.shape[-1]] == 0
-        logits[self.rows] = logits[self.rows].masked_fill(is_barred, -inf)
+        octets = self.bits.view(torch.uint8)[..., None]
+        is_barred = (octets >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1 == 0
+        logits[self.rows] = logits[self.rows].masked_fill(is_barred.flatten(1)[:, : logits.shape[-1]], -inf)
 
 
 @dataclass(frozen=True, slots=True)

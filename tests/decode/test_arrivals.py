@@ -19,9 +19,23 @@ from crossdock.core.messages import (
 )
 from crossdock.core.part import Delivery, Handover
 from crossdock.core.request import Request, RequestId, TransferId
+from crossdock.core.sequence import Sequence
 from crossdock.decode.arrivals import TOMBSTONE_SECONDS, Arrivals
 
-from ..parts import DECODE, LAYOUT, LEASE_SECONDS, NUM_GROUPS, PREFILL, ROUTER, Record, card, free, request, tables_of
+from ..parts import (
+    DECODE,
+    LAYOUT,
+    LEASE_SECONDS,
+    NUM_GROUPS,
+    PREFILL,
+    ROUTER,
+    Record,
+    card,
+    free,
+    name_of,
+    request,
+    tables_of,
+)
 
 BULK = Peer("tcp://p/bulk", PREFILL.incarnation)
 GROUP_BYTES = (LAYOUT.layer_bytes,) * NUM_GROUPS
@@ -35,6 +49,7 @@ class Bench:
         self.num_held_back = 0
         self.attached: list[Handover] = []
         self.landed: list[tuple[int, list[int]]] = []
+        self.asked: list[str] = []
         self.arrivals = Arrivals(
             card(num_blocks),
             self.tables,
@@ -44,7 +59,12 @@ class Bench:
             lambda: self.num_held_back,
             self.attached.append,
             lambda push, payload: self.landed.append((push.group, push.blocks)),
+            self._may_run,
         )
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        self.asked.append(name_of(sequence))
+        return False
 
     def hear(self, message: Message, now: float = 0.0, sender: Peer = PREFILL, payload: bytes = b"") -> list[Message]:
         """What the prefill worker is answered."""
@@ -348,3 +368,9 @@ def test_a_cancel_of_a_queued_offer_counts_only_from_its_sender() -> None:
     bench.offer(request("b", 16, first_id=100, max_tokens=5))
     bench.hear(cancel("b"), sender=DECODE)
     assert bench.arrivals.num_arriving == 1
+
+
+def test_a_grammar_is_asked_for_when_its_request_is_offered_and_holds_no_kv_up() -> None:
+    bench = Bench()
+    assert [type(message) for message in bench.offer(request("a", 16))] == [Reservation]
+    assert bench.asked == ["a"]

@@ -200,7 +200,7 @@ def test_a_grammar_that_does_not_compile_fails_its_request_alone(
     grammars = grammars_of(load)
     chunks = [take_chunk(waiting(grammar), 1), take_chunk(waiting(""), 1)]
     step = grammars.begin(chunks)
-    assert step is not None and step.masks().rows == []
+    assert step is not None and len(step.masks().rows) == 0
     failed, fine = step.settled(chunks, [ChunkResult(1), ChunkResult(2)])
     assert (failed.token_id, fine) == (None, ChunkResult(2))
     assert reason in failed.failure
@@ -316,6 +316,6 @@ def test_a_free_request_gets_a_token_a_step_beside_one_that_waits_for_its_own() 
 def test_masks_bar_all_that_they_do_not_name() -> None:
     logits = torch.zeros(3, 40)
     bits = torch.tensor([[5, 1 << 7], [-(1 << 31), 0]], dtype=torch.int32)
-    TokenMasks([0, 2], bits).apply(logits)
+    TokenMasks(torch.tensor([0, 2]), bits).apply(logits)
     open_ids = [row.isfinite().nonzero().flatten().tolist() for row in logits]
     assert open_ids == [[0, 2, 39], list(range(40)), [31]]
