@@ -191,7 +191,7 @@ def test_a_token_that_completes_a_grammar_ends_the_request() -> None:
     bench.adopt(request("a", 15))
     chunks = bench.plan()
     bench.part.apply([(chunks[0], ChunkResult(501, is_complete=True))], 0.0)
-    bench.tables.step_done(chunks[0].sequence)
+    bench.tables.step_done(chunks[0])
     assert bench.outbox.deltas == [token("a", 1, 501, FinishReason.STOP)]
     assert (bench.part.num_requests, bench.books.leased) == (0, 0)
 
@@ -204,7 +204,7 @@ def test_a_grammar_that_can_not_be_followed_ends_its_request_for_good_and_no_oth
     results = [ChunkResult(None, failure="too complex"), ChunkResult(501)]
     bench.part.apply(list(zip(chunks, results, strict=True)), 0.0)
     for chunk in chunks:
-        bench.tables.step_done(chunk.sequence)
+        bench.tables.step_done(chunk)
     (to, message), *others = bench.outbox.take_sent()
     assert (to, others, bench.outbox.deltas) == (ROUTER, [], [token("b", 1, 501)])
     assert isinstance(message, RequestFailed)

@@ -447,7 +447,7 @@ def test_a_grammar_that_can_not_be_followed_ends_the_request_at_both_workers_for
     (chunk,) = bench.plan()
     bench.outbox.take_sent()
     bench.part.apply([(chunk, ChunkResult(None, failure="too complex"))], 0.0)
-    bench.tables.step_done(chunk.sequence)
+    bench.tables.step_done(chunk)
     assert bench.outbox.take_sent() == [failed("too complex", is_retryable=False), cancel("too complex")]
     assert (bench.outbox.deltas, bench.part.num_requests, bench.books) == ([], 0, free(8))
 
@@ -457,6 +457,6 @@ def test_a_first_token_that_completes_a_grammar_ends_the_request() -> None:
     bench.task(request("a", 20), PREFILL)
     (chunk,) = bench.plan()
     bench.part.apply([(chunk, ChunkResult(FIRST, is_complete=True))], 0.0)
-    bench.tables.step_done(chunk.sequence)
+    bench.tables.step_done(chunk)
     assert bench.outbox.deltas == [TokenDelta(RequestId("a"), 0, FIRST, FinishReason.STOP)]
     assert (bench.handed_over, bench.part.num_requests) == ([], 0)
