@@ -19,8 +19,7 @@ from crossdock.core.grammar import GrammarCompiler, Vocabulary
 from crossdock.core.request import SamplingParams
 from crossdock.core.sequence import Chunk, ChunkResult, take_chunk
 from crossdock.core.sequence import Sequence as Tokens
-from crossdock.model.engine_plan import EnginePlan
-from crossdock.model.executor import Executor
+from crossdock.model.engine_plan import BuiltEngine, EnginePlan
 from crossdock.model.grammar import Grammars
 from crossdock.model.sampler import TokenMasks
 from crossdock.model.startup import no_vocabulary
@@ -250,7 +249,7 @@ def test_a_compilation_that_takes_long_does_not_hold_up_another() -> None:
 
 # --- in an engine ----------------------------------------------------------------------------------
 
-MakeExecutor = Callable[[EnginePlan, int], Executor]
+MakeExecutor = Callable[[EnginePlan, int], BuiltEngine]
 EXECUTORS = pytest.mark.parametrize("make", [cpu_executor, gpu_executor])
 DRAWN = SamplingParams(temperature=1.0, max_tokens=40, seed=3, stop_token_ids=(EOS,))
 
