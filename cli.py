@@ -18,6 +18,7 @@ from .cli_access import keys, usage
 from .cli_flags import (
     ENGINE,
     ROUTER,
+    TRANSFER,
     TRANSPORTS,
     AccessLog,
     BlockSize,
@@ -38,6 +39,7 @@ from .cli_flags import (
     PrefixCache,
     ServedName,
     Threads,
+    TransferChecksums,
     Transports,
     chat,
     check_tcp_address,
@@ -109,6 +111,7 @@ def serve(
     layer_groups: LayerGroups = ENGINE.num_layer_groups,
     prefix_cache: PrefixCache = ENGINE.prefix_cache,
     transports: Transports = TRANSPORTS,
+    transfer_checksums: TransferChecksums = TRANSFER.checksums,
     threads: Threads = None,
     access_log: AccessLog = None,
 ) -> None:
@@ -129,6 +132,7 @@ def serve(
         f"--layer-groups={layer_groups}",
         f"--{'' if prefix_cache else 'no-'}prefix-cache",
         f"--transports={transports}",
+        f"--{'' if transfer_checksums else 'no-'}transfer-checksums",
         f"--threads={threads or max(1, _num_cores() // len(roles))}",
         f"--parent-pid={os.getpid()}",
         f"--num-on-host={len(roles)}",
@@ -217,6 +221,7 @@ def worker(
     layer_groups: LayerGroups = ENGINE.num_layer_groups,
     prefix_cache: PrefixCache = ENGINE.prefix_cache,
     transports: Transports = TRANSPORTS,
+    transfer_checksums: TransferChecksums = TRANSFER.checksums,
     threads: Threads = None,
     number: Annotated[int, typer.Option(help="Of the workers that share this host's GPUs.", min=0)] = 0,
     num_on_host: Annotated[int, typer.Option(help="How many workers share this host's GPUs.", min=1)] = 1,
@@ -241,7 +246,7 @@ def worker(
         prefix_cache=prefix_cache,
         num_threads=threads,
     )
-    transfer = TransferConfig(transports=tuple(transports.split(",")))
+    transfer = TransferConfig(transports=tuple(transports.split(",")), checksums=transfer_checksums)
     config = WorkerConfig(
         model,
         router,

@@ -133,6 +133,9 @@ PrefixCache = Annotated[bool, typer.Option(help="Reuse the KV of prompts that st
 Transports = Annotated[
     str, typer.Option(help="Allowed KV transports, comma-separated.", callback=checked(check_transports))
 ]
+TransferChecksums = Annotated[
+    bool, typer.Option(help="Compare all KV that arrives with what was sent, before anything reads it.")
+]
 Threads = Annotated[
     int | None, typer.Option(help="Compute threads of each worker; the cores are divided when unset.", min=1)
 ]

@@ -42,7 +42,7 @@ from .core.messages import (
     WorkerCard,
     WorkerLoad,
 )
-from .core.part import Delivery
+from .core.part import Delivery, no_checksums
 from .decode.part import DecodePart
 from .kvtransfer.links import Links
 from .kvtransfer.pool_bytes import PoolBytes, PoolMemory
@@ -150,7 +150,9 @@ class Worker:
     def _make_parts(self, memory: PoolMemory) -> tuple[DecodePart, PrefillPart]:
         card, outbox, tables = self._card, self._outbox, self._model.tables
         lease_seconds, may_run = self._config.transfer.lease_seconds, self._model.grammars.may_run
-        decode = DecodePart(card, tables, outbox, memory.group_bytes, self._links.land, lease_seconds, may_run)
+        decode = DecodePart(
+            card, tables, outbox, memory.group_bytes, self._links.land, lease_seconds, may_run, memory.checksums
+        )
         prefill = PrefillPart(
             self._mailbox.peer,
             card,
@@ -160,6 +162,7 @@ class Worker:
             held_back=lambda: decode.num_held_back,
             lease_seconds=lease_seconds,
             may_run=may_run,
+            checksums=memory.checksums if self._config.transfer.checksums else no_checksums,
         )
         return decode, prefill
 

@@ -42,6 +42,8 @@ class EngineConfig:
 class TransferConfig:
     transports: tuple[str, ...] = ("shm", "cuda_ipc", "ucx", "tcp")
     """Allowed transports; a pair uses the fastest of them that both have and that passes its probe."""
+    checksums: bool = False
+    """Compare all KV that arrives with what was sent, before anything attends to it: a pass over it on each side."""
     lease_seconds: float = 10.0
     """A lease that nobody renews for so long is ended."""
 

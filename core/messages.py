@@ -288,7 +288,8 @@ class Commit(Message, frozen=True, tag="commit"):
 
     ``None`` stands for a choice that goes no further. ``num_block_groups`` is the number of (block, layer group) pairs
     that must have landed. Sampler state needs no field: a draw depends on the seed and the output index alone,
-    penalties and grammars on the tokens.
+    penalties and grammars on the tokens. ``checksums``, one a layer group, are over all bytes that must have landed;
+    empty if the sender makes none.
     """
 
     transfer_id: TransferId
@@ -296,6 +297,7 @@ class Commit(Message, frozen=True, tag="commit"):
     generation: int
     num_block_groups: int
     first_token_ids: list[int | None]
+    checksums: list[int] = []
 
 
 class Attached(Message, frozen=True, tag="attached"):

@@ -65,6 +65,15 @@ class Delivery:
     payload: Payload = memoryview(b"")
 
 
+Checksums = Callable[[list[int]], list[int]]
+"""One a layer group over the KV of these blocks of the own pool, in their order; none where they are not wanted."""
+
+
+def no_checksums(blocks: list[int]) -> list[int]:
+    """`Checksums` of a sender that makes none."""
+    return []
+
+
 class TransferFailed(Exception):
     """KV could not be sent; the transfer ends without result."""
 

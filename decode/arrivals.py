@@ -29,7 +29,7 @@ from ..core.messages import (
     Renew,
     WorkerCard,
 )
-from ..core.part import Delivery, Handover, MayRun, Outbox, Payload, refuse_unfit
+from ..core.part import Checksums, Delivery, Handover, MayRun, Outbox, Payload, no_checksums, refuse_unfit
 from ..core.request import Request, RequestId, TransferId
 from ..core.sequence import Sequence, ending
 from ..kvtransfer.lease import LeaseBook
@@ -76,6 +76,7 @@ class Arrivals:
         attach: Callable[[Handover], None],
         land: Callable[[Push, Payload], None],
         may_run: MayRun = lambda sequence: True,
+        checksums: Checksums = no_checksums,
     ) -> None:
         self._card = card
         self._tables = tables
@@ -86,6 +87,7 @@ class Arrivals:
         self._attach = attach
         self._land = land
         self._may_run = may_run
+        self._checksums = checksums
         self._leases = LeaseBook()
         self._arrivals: dict[TransferId, Arrival] = {}
         self._queue: list[Arrival] = []
@@ -188,10 +190,19 @@ class Arrivals:
         if actions.lands:
             assert delivery is not None and isinstance(delivery.message, Push), "only a push brings bytes"
             self._land(delivery.message, delivery.payload)
+        if actions.change is Change.ATTACH and not self._is_intact(arrival):
+            assert arrival.receiver is not None, "an attachment comes from the receiver"
+            actions = arrival.receiver.refuse_corrupted()
         if actions.change is not None:
             self._change(arrival, actions.change)
         for message in actions.messages:
             self._outbox.send(arrival.sender, message)
+
+    def _is_intact(self, arrival: Arrival) -> bool:
+        receiver = arrival.receiver
+        if receiver is None or not receiver.checksums:
+            return True
+        return receiver.checksums == self._checksums(receiver.blocks)
 
     def _change(self, arrival: Arrival, change: Change) -> None:
         receiver, sequence, tables = arrival.receiver, arrival.sequence, self._tables

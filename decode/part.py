@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 
 from ..core.block_tables import BlockTables
 from ..core.messages import Abort, Peer, Push, RequestFailed, TokenDelta, WorkerCard
-from ..core.part import Delivery, Handover, MayRun, Outbox, Payload, StepBudget
+from ..core.part import Checksums, Delivery, Handover, MayRun, Outbox, Payload, StepBudget, no_checksums
 from ..core.request import RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, settle
 from .arrivals import Arrivals
@@ -28,6 +28,7 @@ class DecodePart:
     """See the module's docstring for the life of a request.
 
     ``land`` puts the payload of a `Push` into the pool; ``group_bytes`` are the bytes of one block's layer groups.
+    ``checksums`` are compared with those of a `Commit` that brings any.
     """
 
     def __init__(
@@ -39,13 +40,23 @@ class DecodePart:
         land: Callable[[Push, Payload], None],
         lease_seconds: float,
         may_run: MayRun = lambda sequence: True,
+        checksums: Checksums = no_checksums,
     ) -> None:
         self._tables = tables
         self._outbox = outbox
         self._scheduler = DecodeScheduler(tables, may_run)
         self._requests: dict[RequestId, Handover] = {}
         self._arrivals = Arrivals(
-            card, tables, outbox, group_bytes, lease_seconds, lambda: self.num_held_back, self.adopt, land, may_run
+            card,
+            tables,
+            outbox,
+            group_bytes,
+            lease_seconds,
+            lambda: self.num_held_back,
+            self.adopt,
+            land,
+            may_run,
+            checksums,
         )
         self.num_output_tokens = 0
 

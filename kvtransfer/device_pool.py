@@ -67,6 +67,18 @@ class DevicePool(PoolMemory):
             self.stream.mark().synchronize()
         return num_bytes
 
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        with self.stream.launching():
+            listed = self.block_list(blocks)
+            sums = [self._checksum(listed, range(group.first, group.end)) for group in self.groups]
+            return [int(total) % (1 << 64) for total in torch.stack(sums).tolist()]
+
+    def _checksum(self, blocks: Tensor, layers: range) -> Tensor:
+        """As `pool_bytes.checksum`; products and sums of 64 bits wrap around, signed or not."""
+        words = gather_blocks(self.tensor, blocks, layers).view(-1).view(torch.int32).long() & 0xFFFFFFFF
+        factors = torch.arange(1, 2 * len(words), 2, device=words.device)
+        return (words * factors).sum()
+
     def write(self, blocks: Sequence[int], layers: LayerGroup, payload: Payload) -> None:
         shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
         with self.stream.launching():

@@ -28,6 +28,16 @@ def view_pool(memory: memoryview, num_blocks: int, layout: KvLayout) -> Bytes:
     return flat.reshape(num_blocks, layout.num_layers, layout.layer_bytes)
 
 
+def checksum(spans: Bytes) -> int:
+    """The sum over all little-endian 32-bit words w of ``w[i] * (2 * i + 1)``, modulo 2^64.
+
+    A changed word always changes it, since odd factors have inverses.
+    """
+    words = np.ascontiguousarray(spans).reshape(-1).view("<u4").astype(np.uint64)
+    factors = np.arange(1, 2 * len(words), 2, dtype=np.uint64)
+    return int((words * factors).sum(dtype=np.uint64))
+
+
 class PoolMemory(ABC):
     """``groups`` are the layer groups in which transfers travel; a span of group g has ``group_bytes[g]`` bytes."""
 
@@ -63,6 +73,10 @@ class PoolMemory(ABC):
     def write(self, blocks: Sequence[int], layers: LayerGroup, payload: Payload) -> None:
         """The inverse of `read` and `pack`; the payload must have the exact length."""
 
+    @abstractmethod
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """One a layer group over its spans of these blocks, one after the other: `checksum` of their 32-bit words."""
+
     def land(self, header: Push, payload: Payload) -> None:
         """Bring the payload of a push that the receiver has accepted to its place."""
         self.write(header.blocks, self.groups[header.group], payload)
@@ -90,6 +104,9 @@ class PoolBytes(PoolMemory):
             source = self.array[run.source : run.source + run.num_blocks, layers.first : layers.end]
             spans[run.destination : run.destination + run.num_blocks] = source
         return num_bytes
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return [checksum(self.array[list(blocks), group.first : group.end]) for group in self.groups]
 
     def write(self, blocks: Sequence[int], layers: LayerGroup, payload: Payload) -> None:
         assert isinstance(payload, bytes | memoryview | np.ndarray), "staged where the pool lies"

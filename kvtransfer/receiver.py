@@ -88,6 +88,7 @@ class Receiver:
         self.lease = lease
         self.blocks = blocks
         self.first_token_ids: list[int | None] = []
+        self.checksums: list[int] = []
         self._first_missing = first_missing
         self._group_bytes = group_bytes
         self._missing = [set(blocks) for _ in group_bytes]
@@ -146,6 +147,11 @@ class Receiver:
         self._next_event = now + self.lease.seconds / 3
         return ReceiverActions((Revoke(transfer_id=self.transfer_id, reason=reason),), change=Change.QUARANTINE)
 
+    def refuse_corrupted(self) -> ReceiverActions:
+        """Instead of attaching: what landed is not what was sent. Its sender has committed, so it writes no more."""
+        assert self.state is ReceiverState.ATTACHED, "it is known when everything has landed"
+        return ReceiverActions(self._reject("the checksums differ").messages, change=self._end(Change.GIVE_BACK).change)
+
     def lose(self, now: float) -> ReceiverActions:
         """The sender's incarnation was declared dead."""
         if not self.is_open and self.state is not ReceiverState.REVOKED:
@@ -199,9 +205,11 @@ class Receiver:
                 return ReceiverActions((Attached(transfer_id=self.transfer_id),))
             case ReceiverState.COMMITTED:
                 return NOTHING
+            case ReceiverState.ENDED:
+                return self._reject("no such transfer here")
             case ReceiverState.RESERVED if commit.num_block_groups == len(self.blocks) * len(self._group_bytes):
                 self.lease.renew(now)
-                self.first_token_ids = commit.first_token_ids
+                self.first_token_ids, self.checksums = commit.first_token_ids, commit.checksums
                 self.state = ReceiverState.COMMITTED
                 return self._attach_if_whole(now)
         reason = f"{commit.num_block_groups} block groups are committed, {len(self.blocks)} blocks reserved"

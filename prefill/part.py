@@ -19,10 +19,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ..core.block_tables import BlockTables
 from ..core.messages import (
     Abort,
     Attached,
+    Commit,
+    Message,
     Offer,
     Peer,
     PrefillTask,
@@ -34,7 +38,17 @@ from ..core.messages import (
     TokenDelta,
     WorkerCard,
 )
-from ..core.part import Delivery, Handover, MayRun, Outbox, StepBudget, TransferFailed, refuse_unfit
+from ..core.part import (
+    Checksums,
+    Delivery,
+    Handover,
+    MayRun,
+    Outbox,
+    StepBudget,
+    TransferFailed,
+    no_checksums,
+    refuse_unfit,
+)
 from ..core.pooling import PooledSum
 from ..core.request import Request, RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, Draw, FinishReason, Sequence, ending, settle
@@ -89,6 +103,7 @@ class PrefillPart:
         held_back: Callable[[], int],
         lease_seconds: float,
         may_run: MayRun = lambda sequence: True,
+        checksums: Checksums = no_checksums,
     ) -> None:
         self._me = me
         self._card = card
@@ -97,6 +112,7 @@ class PrefillPart:
         self._hand_over = hand_over
         self._lease_seconds = lease_seconds
         self._may_run = may_run
+        self._checksums = checksums
         self._groups = card.layout.layer_groups(card.num_layer_groups)
         self._scheduler = PromptScheduler(tables, held_back)
         self._uncompiled: list[Job] = []
@@ -288,7 +304,7 @@ class PrefillPart:
                 return
             self.num_bytes_pushed += len(push.source) * self._group_bytes(push.header.group)
         for message in actions.messages:
-            self._outbox.send(decode, message)
+            self._outbox.send(decode, self._sealed(message, job))
         match actions.outcome:
             case Failed(reason=reason):
                 self.num_transfer_failures += 1
@@ -300,6 +316,11 @@ class PrefillPart:
                 self.num_blocks_pushed += len(job.sequence.blocks) - job.first_missing
                 self._forget(job)
                 self._tables.release(job.sequence)
+
+    def _sealed(self, message: Message, job: Job) -> Message:
+        if not isinstance(message, Commit):
+            return message
+        return replace(message, checksums=self._checksums(job.sequence.blocks[job.first_missing :]))
 
     def _group_bytes(self, group: int) -> int:
         layers = self._groups[group]

@@ -1,6 +1,7 @@
 """Requests whose KV is on its way; blocks of 16 tokens, two layer groups, pushes over ``tcp``."""
 
 import pytest
+from msgspec.structs import replace
 
 from crossdock.core.messages import (
     Attached,
@@ -60,6 +61,7 @@ class Bench:
             self.attached.append,
             lambda push, payload: self.landed.append((push.group, push.blocks)),
             self._may_run,
+            lambda blocks: [sum(blocks), len(blocks)],
         )
 
     def _may_run(self, sequence: Sequence) -> bool:
@@ -177,6 +179,26 @@ def test_a_prompt_that_is_held_whole_needs_no_push() -> None:
     assert bench.offer(request("b", 32)) == [reservation("b", [], first_missing=2, lease_id=1)]
     assert bench.hear(commit("b", 0, lease_id=1)) == [Attached(transfer_id=TransferId("t-b"))]
     assert [handover.sequence.blocks for handover in bench.attached] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("checksums", [[3, 1], [2, 3], [3], [0]])
+def test_kv_that_is_not_what_was_sent_is_never_attached(checksums: list[int]) -> None:
+    bench = Bench()
+    bench.offer(request("a", 40))
+    bench.push("a", 0, [0, 1, 2])
+    assert bench.hear(replace(commit("a", 6), checksums=checksums)) == []
+    assert bench.push("a", 1, [0, 1, 2]) == [rejected("a", "the checksums differ")]
+    assert (bench.attached, bench.books) == ([], leased(0, 8))
+    assert bench.hear(commit("a", 6)) == [rejected("a", "no such transfer here")]
+
+
+def test_kv_whose_checksums_agree_is_attached() -> None:
+    bench = Bench()
+    bench.offer(request("a", 40))
+    bench.push("a", 0, [0, 1, 2])
+    bench.push("a", 1, [0, 1, 2])
+    assert bench.hear(replace(commit("a", 6), checksums=[3, 3])) == [Attached(transfer_id=TransferId("t-a"))]
+    assert len(bench.attached) == 1
 
 
 def test_a_repeated_offer_gets_the_same_answer_and_a_repeated_commit_attaches_once() -> None:

@@ -13,6 +13,7 @@ if not HAS_GPU:
 
 from crossdock.core.kv_layout import KvLayout, LayerGroup  # noqa: E402
 from crossdock.kvtransfer.device_pool import CopyStream, DevicePool, Mark  # noqa: E402
+from crossdock.kvtransfer.pool_bytes import PoolBytes  # noqa: E402
 from crossdock.model.device_stream import CudaStream  # noqa: E402
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
@@ -56,6 +57,20 @@ def test_spans_that_are_written_are_read_again_and_nothing_else_changes(pool: De
     after = pool.tensor.cpu()
     before[[4, 0, 5], layers.first : layers.end] = after[[4, 0, 5], layers.first : layers.end]
     assert torch.equal(after, before)
+
+
+def test_its_checksums_are_those_of_a_pool_in_host_memory_and_change_with_every_bit(pool: DevicePool) -> None:
+    memory = bytearray(pool.read(range(NUM_BLOCKS), pool.all_layers))
+    host = PoolBytes(memoryview(memory), NUM_BLOCKS, LAYOUT, 2)
+    before = host.checksums([5, 0, 3])
+    assert pool.checksums([5, 0, 3]) == before
+    assert host.checksums([0, 5, 3]) != before
+    place = 3 * LAYOUT.block_bytes + 2 * LAYOUT.layer_bytes + 7  # of the second layer group
+    for bit in range(8):
+        memory[place] ^= 1 << bit
+        changed = host.checksums([5, 0, 3])
+        assert changed[0] == before[0] and changed[1] != before[1]
+        memory[place] ^= 1 << bit
 
 
 def test_its_groups_are_those_of_a_pool_in_host_memory(pool: DevicePool) -> None:

@@ -32,7 +32,7 @@ from crossdock.core.messages import (
     Tokens,
     WorkerCard,
 )
-from crossdock.core.part import Delivery, Part, TransferFailed
+from crossdock.core.part import Delivery, Part, TransferFailed, no_checksums
 from crossdock.core.prefix_cache import PrefixCache
 from crossdock.core.request import Request, RequestId, TransferId
 from crossdock.core.sequence import FinishReason
@@ -90,10 +90,23 @@ class SimulatedWorker:
         self.outbox = Outgoing(cast(Mailbox, self))
         self.outbox.links = cast(Links, self)
         self.decode = DecodePart(
-            self.card, tables, self.outbox, self.memory.group_bytes, self.memory.land, LEASE_SECONDS
+            self.card,
+            tables,
+            self.outbox,
+            self.memory.group_bytes,
+            self.memory.land,
+            LEASE_SECONDS,
+            checksums=self.memory.checksums,
         )
         self.prefill = PrefillPart(
-            peer, self.card, tables, self.outbox, self.decode.adopt, lambda: self.decode.num_held_back, LEASE_SECONDS
+            peer,
+            self.card,
+            tables,
+            self.outbox,
+            self.decode.adopt,
+            lambda: self.decode.num_held_back,
+            LEASE_SECONDS,
+            checksums=self.memory.checksums if ring.corruption else no_checksums,
         )
         self.parts: tuple[Part, Part] = (self.decode, self.prefill)
         self.device = FakeExecutor(self.memory, self.check_write)
@@ -240,7 +253,10 @@ class Call:
 
 
 class Ring:
-    """``shapes`` gives the role and the shape of each worker; a push fails at once with probability ``push_faults``."""
+    """``shapes`` gives the role and the shape of each worker; a push fails at once with probability ``push_faults``.
+
+    With probability ``corruption`` a byte of a push arrives as another.
+    """
 
     def __init__(
         self,
@@ -249,12 +265,14 @@ class Ring:
         faults: Faults = NO_FAULTS,
         transport: str = "tcp",
         push_faults: float = 0.0,
+        corruption: float = 0.0,
     ) -> None:
         self.now = 0.0
         self.random = random
         self.network = Network(random, faults, ROUTER)
         self.transport = transport
         self.push_faults = push_faults
+        self.corruption = corruption
         self.calls: dict[RequestId, Call] = {}
         self.workers: dict[str, SimulatedWorker] = {}
         self.dead: list[Peer] = []
@@ -325,6 +343,9 @@ class Ring:
     def push(self, sender: Peer, to: Peer, header: Push, payload: bytes) -> None:
         if self.random.random() < self.push_faults:
             raise TransferFailed("the link broke")
+        if payload and self.random.random() < self.corruption:
+            place = self.random.randrange(len(payload))
+            payload = payload[:place] + bytes([payload[place] ^ 1 << self.random.randrange(8)]) + payload[place + 1 :]
         target = self._find(to)
         if self.transport == "tcp":
             self.network.send(sender, to, replace(header, transport="tcp"), payload)
@@ -416,7 +437,7 @@ class Ring:
     def drain(self, max_seconds: float) -> None:
         """Let time pass, without further faults, until all is over and nothing is left behind."""
         self.network.faults = NO_FAULTS
-        self.push_faults = 0.0
+        self.push_faults = self.corruption = 0.0
         end = self.now + max_seconds
         self.settle()
         while self.open_calls or self.leftovers:

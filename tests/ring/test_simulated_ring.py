@@ -97,11 +97,18 @@ class Story:
     shape: Shape
 
     @classmethod
-    def of(cls, topology: Topology, seed: int, faults: Faults = NO_FAULTS, push_faults: float = 0.0) -> "Story":
+    def of(
+        cls,
+        topology: Topology,
+        seed: int,
+        faults: Faults = NO_FAULTS,
+        push_faults: float = 0.0,
+        corruption: float = 0.0,
+    ) -> "Story":
         random = Random(seed)
         shape = random_shape(random)
         shapes = {name: (role, shape) for name, role in topology.roles.items()}
-        ring = Ring(random, shapes, faults, random.choice(["shm", "tcp"]), push_faults)
+        ring = Ring(random, shapes, faults, random.choice(["shm", "tcp"]), push_faults, corruption)
         return cls(ring, topology, random, shape)
 
     def submit(self) -> Call:
@@ -140,7 +147,7 @@ def test_whatever_fails_no_token_is_wrong_and_no_block_is_lost(name: str) -> Non
         random = Random(seed)
         level = random.choice([0.0, 0.02, 0.2])
         faults = Faults(loss=level, repetition=level, reordering=level)
-        story = Story.of(TOPOLOGIES[name], seed, faults, random.choice([0, 0, 0.1]))
+        story = Story.of(TOPOLOGIES[name], seed, faults, random.choice([0, 0, 0.1]), random.choice([0, 0, 0.2]))
         pace = random.choice([0.0, 0.003, 0.03])
         whims, deaths = random.choice([0.0, 0.01, 0.05]), random.choice([0, 0, 0.003])
         for _ in range(20):
