@@ -7,6 +7,7 @@ https://huggingface.co/docs/transformers/chat_templating and transformers/utils/
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 
 import jinja2
 import jinja2.ext
@@ -34,6 +35,26 @@ class _NoContent(str):
 
 NO_CONTENT = _NoContent()
 """The content of a message without any: most templates want a string there, and some look for none."""
+
+
+class CallArguments(dict[str, object]):
+    """Arguments of a call: an object to templates that want one, JSON as it was given to those that add it to text."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, members: Mapping[str, object], text: str) -> None:
+        super().__init__(members)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
 
 _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 """What a template may raise on data that it was not written for."""
@@ -67,6 +88,15 @@ class ChatTemplate:
     def knows(self, word: str) -> bool:
         """Whether the template's source mentions the word, such as a role or a field of a message."""
         return word in self.source
+
+    @cached_property
+    def shows_system(self) -> bool:
+        """Whether there may be a system message before that of a user. Some templates refuse it, some drop it."""
+        mark = _END_MARK.strip()
+        try:
+            return mark in self.render([{"role": "system", "content": mark}, {"role": "user", "content": "hi"}])
+        except TemplateRefused:
+            return False
 
     def render(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from .chat_template import NO_CONTENT, ChatMessage
+from .chat_template import NO_CONTENT, CallArguments, ChatMessage
 from .openai_api import Function, Message, ToolCall
 from .parsing.families import CallSpelling
 from .text import TextModel
@@ -24,7 +24,8 @@ def template_messages(messages: Sequence[Message], text: TextModel, offered: Seq
     if not _knows(text, "tool_calls"):
         made = _with_results_of_users(made)
     if offered and not text.syntax.template_offers:
-        made = _with_system_text(made, _offer_text(offered, text.syntax.calls.spelling))
+        shows_system = text.template is not None and text.template.shows_system
+        made = _with_offer(made, _offer_text(offered, text.syntax.calls.spelling), "system" if shows_system else "user")
     return made
 
 
@@ -75,7 +76,7 @@ def _arguments(call: ToolCall) -> object:
         arguments = orjson.loads(call.function.arguments)
     except orjson.JSONDecodeError:
         return call.function.arguments
-    return arguments if isinstance(arguments, dict) else call.function.arguments
+    return CallArguments(arguments, call.function.arguments) if isinstance(arguments, dict) else call.function.arguments
 
 
 # --- for templates that know nothing of tools ----------------------------------------------------
@@ -103,12 +104,12 @@ def _spelled(calls: Sequence[tuple[str, str]], spelling: CallSpelling) -> str:
     return spelling.opening + spelling.separator.join(written) + spelling.closing
 
 
-def _with_system_text(messages: Sequence[ChatMessage], added: str) -> list[ChatMessage]:
-    """At the end of the first message if that is the system's, else in a message before it."""
+def _with_offer(messages: Sequence[ChatMessage], offer: str, role: str) -> list[ChatMessage]:
+    """At the end of the first message if that is of this role, else in a message before it."""
     first = messages[0]
-    if first["role"] != "system":
-        return [{"role": "system", "content": added}, *messages]
-    return [{**first, "content": f"{first['content']}\n\n{added}"}, *messages[1:]]
+    if first["role"] != role:
+        return [{"role": role, "content": offer}, *messages]
+    return [{**first, "content": f"{first['content']}\n\n{offer}"}, *messages[1:]]
 
 
 def _with_results_of_users(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -182,6 +182,8 @@ class OutputAssembler:
 
     def _parsed(self, text: str, entries: tuple[TokenEntry, ...]) -> OutputDelta:
         """Once `finish` is settled."""
+        if self._choice.syntax is PLAIN:  # as most are
+            return OutputDelta(text, entries, self.finish)
         parsed = self._parser.feed(text) if text else ParsedText()
         if self.finish is not None:
             parsed += self._parser.flush()

@@ -167,6 +167,33 @@ def test_else_the_system_message_tells_of_them_in_the_spelling_that_is_read(temp
     assert prompt(model(template), messages=[messages[0]]) == "system:Be brief.\nassistant:"
 
 
+@pytest.mark.parametrize(
+    "refusal", ["{% if messages[0].role == 'system' %}{{ raise_exception('no systems') }}{% endif %}", "{# dropped #}"]
+)
+def test_a_template_without_system_messages_has_the_user_tell_of_tools(refusal: str) -> None:
+    users = "{% for m in messages if m.role == 'user' %}user:{{ m.content }}{% endfor %}"
+    told = prompt(model(refusal + users), **TOOLS)
+    assert told.startswith("user:hi\n\nYou can call functions.")
+    assert told.count("user:") == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("'<' + call.function.arguments + '>'", '<{"city":  "Rome"}>'),
+        ("call.function.arguments", '{"city":  "Rome"}'),
+        ("call.function.arguments | tojson", '{"city": "Rome"}'),
+        ("call.function.arguments.city", "Rome"),
+        ("call.function.arguments is mapping", "True"),
+        ("call.function.arguments is string", "False"),
+    ],
+)
+def test_arguments_are_an_object_and_text(written: str, shown: str) -> None:
+    template = f"{{% for call in messages[1].tool_calls or [] %}}{{{{ {written} }}}}{{% endfor %}}"
+    call = {"function": {"name": "weather", "arguments": '{"city":  "Rome"}'}}
+    assert prompt(model(template), messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}]) == shown
+
+
 CALLS = [
     {"id": f"call_{n}23456789", "type": "function", "function": {"name": "now", "arguments": "{}"}} for n in (1, 2)
 ]
