@@ -8,10 +8,11 @@ the sampling fields that vLLM has too (``top_k``, ``min_p``, ``min_tokens``, …
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..core.request import LEAST_URGENT, MAX_LOGPROBS, MOST_URGENT
+from .object_types import one_of, only
 from .openai_errors import encodable
 from .openai_errors import refusal as _refusal
 
@@ -243,9 +244,9 @@ class Message(Body):
     """One turn. The fields that may only be empty are what OpenAI's own answers carry when they are sent back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | ListOf[TextPart] | None = None
+    content: str | ListOf[Annotated[TextPart, only("text")]] | None = None
     name: str | None = None
-    tool_calls: ListOf[ToolCall] | None = None
+    tool_calls: ListOf[Annotated[ToolCall, only("function")]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -308,7 +309,13 @@ class AllowedToolsChoice(Body):
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[
+        Annotated[NamedTool, Tag("<function>")] | Annotated[AllowedToolsChoice, Tag("<allowed_tools>")],
+        *one_of("function", "allowed_tools"),
+    ]
+)
 
 
 def chosen_names(choice: ToolChoice | None) -> list[str]:
@@ -345,7 +352,7 @@ class ChatCompletionRequest(CompletionFields):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Annotated[Tool, only("function")]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 

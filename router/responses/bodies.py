@@ -9,9 +9,10 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, Tag, model_validator
 
 from ...core.request import MAX_LOGPROBS
+from ..object_types import one_of, only
 from ..openai_api import Body, ListOf, NamedSchema, RequestFields, Unsupported
 from ..openai_errors import refusal, shown
-from .items import Item, one_of, only
+from .items import Item
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -120,7 +121,7 @@ class ResponseRequest(RequestFields):
     def has_grammar(self) -> bool:
         """Whether a grammar is compiled for it."""
         has_format = self.text is not None and not isinstance(self.text.format, PlainText | None)
-        return has_format or self.tool_choice not in (None, "none", "auto")
+        return has_format or bool(self.tools)
 
     @property
     def shows_logprobs(self) -> bool:

@@ -6,12 +6,13 @@ https://platform.openai.com/docs/api-reference/responses/create (``input``)
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, ClassVar, Literal, Protocol, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, TypeAdapter, model_validator
+from pydantic import Field, JsonValue, Tag, TypeAdapter, model_validator
 
+from ..object_types import one_of, only
 from ..openai_api import Body, ListOf
-from ..openai_errors import refusal, shown
+from ..openai_errors import refusal
 from ..wire_format import Json
 
 Empty = Annotated[list[JsonValue], Field(max_length=0)]
@@ -22,31 +23,6 @@ ItemId = Annotated[str, Field(min_length=1, max_length=128)]
 class HasText(Protocol):
     @property
     def text(self) -> str: ...
-
-
-def only(*known: str) -> BeforeValidator:
-    """Refuses objects of any other type by the type's name."""
-
-    def refuse_others(data: Any) -> Any:
-        if isinstance(data, dict) and "type" in data and data["type"] not in known:
-            raise refusal("type", f"{shown(data['type'])} is not supported by this server")
-        return data
-
-    return BeforeValidator(refuse_others)
-
-
-def one_of(*known: str) -> tuple[Discriminator, BeforeValidator]:
-    """The same for a union whose members are tagged with these types; the first is meant where an object says none.
-
-    Tags are in angle brackets, so that the path to a faulty field does not take them for names of fields.
-    """
-
-    def tag(data: Any) -> str:
-        """Of an object, or of what was made of one."""
-        named = data.get("type", known[0]) if isinstance(data, dict) else getattr(data, "type", None)
-        return f"<{named or known[0]}>"
-
-    return Discriminator(tag), only(*known)
 
 
 # --- parts of a content ------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """What models may write where calls are demanded, or a form of the answer besides a thought and calls."""
 
+import json
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
 from crossdock.core.grammar import GrammarCompiler
 from crossdock.router.openai_errors import ApiError
+from crossdock.router.parsing.deltas import whole_calls
 from crossdock.router.parsing.families import thoughts_named
 from crossdock.router.text import TextModel
 
@@ -121,6 +124,36 @@ def test_an_answer_of_a_given_form_may_be_calls_instead(template: str, write: An
     assert not allows(text, "Rome", **BOTH, **FORM)
     assert not allows(text, ROME, **REQUIRED, **FORM)
     assert not allows(text, call, **FORM)
+
+
+def babble(text: TextModel, grammar: str, random: Random) -> str:
+    """An answer drawn at random from all that the grammar allows."""
+    matcher = GrammarCompiler(text.vocabulary).compile(grammar)
+    token_ids: list[int] = []
+    while not matcher.is_stopped():
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [token_id for token_id in range(len(text.vocabulary.pieces)) if mask >> token_id & 1]
+        token_ids.append(random.choice(allowed))
+        assert matcher.consume_token(token_ids[-1])
+    return text.decode([token_id for token_id in token_ids if token_id not in text.eos_ids], skips_special=False)
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nHm.\n</think>\n\n"])
+@pytest.mark.parametrize("template", [template for template, _ in FAMILIES])
+def test_whatever_is_allowed_where_calls_are_required_is_read_as_valid_calls(template: str, thought: str) -> None:
+    text = model(template)
+    if thought:
+        text = replace(text, syntax=replace(text.syntax, thoughts=thoughts_named("think")))
+    asked = choice(text, **REQUIRED)
+    for seed in range(5):
+        written = babble(model(template), choice(model(template), **REQUIRED).params.grammar, Random(seed))
+        parser = asked.syntax.parser()
+        parsed = parser.feed(thought + written) + parser.flush()
+        calls = whole_calls(parsed.calls)
+        assert (parsed.reasoning, parsed.content, len(calls) > 0) == ("Hm." if thought else "", "", True)
+        for call in calls:
+            wanted = [{"city": "Rome"}, {"city": "Oslo"}] if call.name == "weather" else [{}]
+            assert json.loads(call.arguments) in wanted
 
 
 def test_a_thought_comes_before_the_form_and_before_calls() -> None:
