@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from openai import AuthenticationError, DefaultHttpxClient, OpenAI, RateLimitError
 
 from crossdock.deploy.launch import crossdock_command
+from crossdock.router.access.key_file import add_key, revoke_key
+from crossdock.router.access.keys import KeyRecord, new_key
 
 from .answers import Json
 from .server import Server, serving
@@ -23,32 +26,25 @@ PAGE = "https://page.example"
 RELOAD_SECONDS = 5.0
 
 
-def command(*arguments: str | Path) -> list[str]:
-    """The lines that a `crossdock` command prints."""
-    line = crossdock_command(*map(str, arguments))
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=30)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()
-
-
 def num_tokens_of(stream: httpx.Response) -> int:
     """Of a stream with logprobs, where every token is shown."""
     return stream.text.count('"token_logprobs":[')
 
 
 class Keys:
-    """A keys file in an operator's hands."""
+    """A keys file in an operator's hands (tests/test_cli_access.py has the commands)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def add(self, name: str, *flags: str) -> httpx.Headers:
+    def add(self, name: str, **limits: Any) -> httpx.Headers:
         """What a client with the new key sends."""
-        [key] = command("keys", "add", name, "--api-keys", self.path, *flags)
+        key = new_key()
+        add_key(self.path, KeyRecord(name=name, id="", salt="", digest="", **limits).sealed(key))
         return httpx.Headers({"authorization": f"Bearer {key}"})
 
     def revoke(self, name: str) -> None:
-        assert command("keys", "revoke", name, "--api-keys", self.path) == []
+        revoke_key(self.path, name)
 
 
 class Guarded:
@@ -58,9 +54,9 @@ class Guarded:
         self.model = str(model)
         self.keys = Keys(folder / "keys.jsonl")
         self.usage_db = folder / "usage.db"
-        self.alice = self.keys.add("alice", "--requests-per-minute", "6", "--tokens-per-minute", "1000")
-        self.bob = self.keys.add("bob", "--most-urgent", "-1")
-        self.carol = self.keys.add("carol", "--tenant", "bob")
+        self.alice = self.keys.add("alice", requests_per_minute=6, tokens_per_minute=1000)
+        self.bob = self.keys.add("bob", most_urgent=-1)
+        self.carol = self.keys.add("carol", tenant="bob")
         self.flags = (
             *("--api-keys", str(self.keys.path), "--usage-db", str(self.usage_db)),
             *("--tls-cert", str(CERTIFICATES / "server.pem"), "--cors-origin", PAGE, "--max-body-size", "100K"),
@@ -77,8 +73,9 @@ class Guarded:
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def usage(self) -> dict[str, Json]:
-        lines = command("usage", "--usage-db", self.usage_db, "--json")
-        return {row["key"]: row for row in map(json.loads, lines)}
+        line = crossdock_command("usage", "--usage-db", str(self.usage_db), "--json")
+        ended = subprocess.run(line, capture_output=True, text=True, timeout=30, check=True)
+        return {row["key"]: row for row in map(json.loads, ended.stdout.splitlines())}
 
 
 @pytest.fixture(scope="module", params=["apart", "mixed"])
