@@ -61,6 +61,11 @@ class Answer:
         return int(self.usage["prompt_tokens"])
 
     @property
+    def cached_tokens(self) -> int:
+        assert self.usage is not None
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+    @property
     def num_output(self) -> int:
         assert self.usage is not None
         return int(self.usage["completion_tokens"])
