@@ -1,5 +1,6 @@
 """Forks of one prompt on a real model, on the CPU and with the kernels of a GPU: each is as if it were alone."""
 
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -7,8 +8,11 @@ import pytest
 from msgspec.structs import replace as with_params
 
 from crossdock.benchmarks.offline_engine import Answer
+from crossdock.core.grammar import Vocabulary
 from crossdock.core.request import SamplingParams
 from crossdock.model.engine_plan import BuiltEngine, EnginePlan
+from crossdock.model.grammar import Grammars
+from crossdock.router.grammar import choice_grammar
 
 from .gpu import HAS_GPU, cpu_executor, engine_of, gpu_executor
 from .test_gpu_engine import CONFIG, DRAWN, GREEDY, on_cpu, plan_of, prompt
@@ -64,3 +68,23 @@ def test_forks_that_outgrow_the_pool_give_way_and_come_back_with_the_same_tokens
     engine.close()
     assert engine.num_preemptions > 0
     assert ids_and_top(forked) == ids_and_top(alone(plan, ids, params))
+
+
+def test_choices_under_a_grammar_follow_it_each_and_end_where_it_is_complete() -> None:
+    letters = string.ascii_lowercase
+    pieces = [letter.encode() for letter in letters]
+    vocabulary = Vocabulary(
+        [*pieces, b""], frozenset(), frozenset({len(letters)}), lambda text: [ord(c) - 97 for c in text]
+    )
+    plan = replace(plan_of(config=replace(CONFIG, max_num_seqs=8)), grammars=Grammars(lambda: vocabulary, 89))
+    grammar = choice_grammar(["a", "b", "cd", "ce", "cfg"])
+    params = SamplingParams(temperature=1.5, max_tokens=4, stop_token_ids=(len(letters),), grammar=grammar)
+    engine, seeds, ids = engine_of(plan, cpu_executor), range(8), prompt(21)
+    forked = list(engine.add_choices(ids, with_params(params, seed=0), seeds[1:]).values())
+    engine.run()
+    engine.close()
+    assert all(answer.is_finished for answer in forked)
+    said = ["".join(letters[token_id] for token_id in answer.token_ids) for answer in forked]
+    assert {len(text) for text in said} == {1, 2} and set(said) <= {"a", "b", "cd", "ce", "cfg"}
+    each = on_cpu(plan, [ids] * 8, [with_params(params, seed=seed) for seed in seeds])
+    assert [answer.token_ids for answer in forked] == [answer.token_ids for answer in each]
