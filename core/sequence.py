@@ -126,9 +126,9 @@ class ChunkResult:
 
     ``token_id`` is ``None`` if the chunk samples nothing. ``prompt_logprobs[i]`` belongs to position
     ``chunk.start + i + 1`` and is filled only for requests that asked for it. ``is_complete`` says that the grammar of
-    the request lets nothing follow the token, ``failure`` why there is none and the request can't go on. ``forks`` are
-    the first tokens of the request's forks, from the end of its prompt. ``pooled`` is the chunk's share of a vector
-    (core/pooling.py).
+    the request lets nothing follow the token, ``failure`` why there is none and the request can't go on here, nor
+    anywhere unless ``is_retryable``. ``forks`` are the first tokens of the request's forks, from the end of its prompt.
+    ``pooled`` is the chunk's share of a vector (core/pooling.py).
     """
 
     token_id: int | None
@@ -136,6 +136,7 @@ class ChunkResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     is_complete: bool = False
     failure: str = ""
+    is_retryable: bool = False
     forks: tuple[Draw, ...] = ()
     pooled: bytes = b""
 

@@ -119,7 +119,7 @@ class DecodePart:
             if handover is None or handover.sequence is not chunk.sequence:
                 continue  # it ended while this chunk was on the device
             if result.failure:
-                self._fail(handover, result.failure)
+                self._fail(handover, result)
                 continue
             finish = settle(chunk, result)
             self._tables.publish(chunk.sequence)
@@ -130,14 +130,16 @@ class DecodePart:
             if finish is not None:
                 self._end(request_id)
 
-    def _fail(self, handover: Handover, reason: str) -> None:
-        """End a request that can't go on; nobody tries it again."""
+    def _fail(self, handover: Handover, result: ChunkResult) -> None:
+        """End a request that can't go on."""
         request_id = handover.sequence.request.request_id
-        transfer_id = TransferId(request_id)  # the router knows it by its request id; the transfer is over
-        self._outbox.send(
-            handover.router,
-            RequestFailed(request_id=request_id, transfer_id=transfer_id, reason=reason, is_retryable=False),
+        failed = RequestFailed(
+            request_id=request_id,
+            transfer_id=TransferId(request_id),  # the router knows it by its request id; the transfer is over
+            reason=result.failure,
+            is_retryable=result.is_retryable,
         )
+        self._outbox.send(handover.router, failed)
         self._end(request_id)
 
     def sweep(self, now: float) -> None:

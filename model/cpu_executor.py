@@ -34,6 +34,8 @@ from .kv_tensors import KvTensors
 from .sampler import SamplingRow, TokenMasks, prompt_logprobs, sample
 from .transformer import Transformer
 
+NO_NUMBERS = ChunkResult(None, failure="the model's output is not a number", is_retryable=True)
+
 
 @dataclass(slots=True, eq=False)
 class CpuLaunched:
@@ -85,8 +87,8 @@ def _draw(
     for place, draw in zip(draws.places[num_chunks:], each[num_chunks:], strict=True):
         forks[place].append(draw)
     results = [
-        ChunkResult(own.token_id, own.logprobs, forks=tuple(of_forks))
-        for own, of_forks in zip(each[:num_chunks], forks, strict=True)
+        ChunkResult(own.token_id, own.logprobs, forks=tuple(of_forks)) if is_sound else NO_NUMBERS
+        for own, of_forks, is_sound in zip(each[:num_chunks], forks, drawn.is_sound.tolist(), strict=False)
     ]
     return drawn.token_ids, results
 

@@ -187,6 +187,8 @@ class ConstrainedStep:
         ]
 
     def _settled(self, row: int, result: ChunkResult) -> ChunkResult:
+        if result.failure:
+            return result
         assert result.token_id is not None, "a constrained row samples"
         if row not in self.failures:
             state = self.states[row]

@@ -78,9 +78,13 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """``token_ids [n]`` int64, on the logits' device; ``logprobs`` one a row, ``None`` where not asked for."""
+    """``token_ids [n]`` int64, on the logits' device; ``logprobs`` one a row, ``None`` where not asked for.
+
+    ``is_sound [n]`` is false where the likeliest token has no finite logit: that row's token means nothing.
+    """
 
     token_ids: Tensor
+    is_sound: Tensor
     logprobs: list[TokenLogprobs | None]
 
 
@@ -94,11 +98,12 @@ def sample(
     """
     assert logits.shape[0] == len(rows), "one row of logits for each sequence"
     adjusted = adjust(logits, rows, pending, masks)
-    token_ids = adjusted.argmax(-1)
+    token_ids = adjusted.argmax(-1)  # of a NaN, where there is one
+    is_sound = adjusted.gather(-1, token_ids[:, None]).squeeze(-1).isfinite()
     drawing = [i for i, row in enumerate(rows) if not row.is_greedy]
     if drawing:
         token_ids[drawing] = _draw(adjusted[drawing], [rows[i] for i in drawing])
-    return Sampled(token_ids, _row_logprobs(logits, rows, token_ids))
+    return Sampled(token_ids, is_sound, _row_logprobs(logits, rows, token_ids))
 
 
 # --- what the model says ---------------------------------------------------------------------

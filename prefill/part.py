@@ -233,7 +233,7 @@ class PrefillPart:
         for chunk, result in done:
             if job := self._job_of(chunk):
                 if result.failure:
-                    self._report(job, result.failure, is_retryable=False)
+                    self._report(job, result.failure, result.is_retryable)
                     self._drop(job, result.failure)
                     continue
                 settle(chunk, result)

@@ -61,9 +61,18 @@ def test_logits_that_are_no_numbers_draw_some_token_and_leave_other_rows_alone(n
     rows = [drawn(SamplingParams(seed=i, top_k=top_k, top_p=0.9)) for i, top_k in enumerate((0, 5, 0))]
     right = sample(logits, rows).token_ids.tolist()
     logits[1] = nothing
-    token_ids = sample(logits, rows).token_ids.tolist()
+    drawn_ids = sample(logits, rows)
+    token_ids = drawn_ids.token_ids.tolist()
     assert 0 <= token_ids[1] < 50
     assert (token_ids[0], token_ids[2]) == (right[0], right[2])
+    assert drawn_ids.is_sound.tolist() == [True, False, True]
+
+
+def test_a_row_with_a_single_nan_is_not_sound_whatever_is_drawn() -> None:
+    logits = random_logits(2, 50)
+    logits[1, 7] = nan
+    assert sample(logits, [row(GREEDY), drawn(SamplingParams(seed=1))]).is_sound.tolist() == [True, False]
+    assert sample(logits, [row(GREEDY), row(GREEDY)]).is_sound.tolist() == [True, False]
 
 
 def test_top_k_one_is_greedy_even_between_equal_tokens() -> None:
