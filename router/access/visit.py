@@ -24,7 +24,7 @@ Record = Callable[[Caller, TokenUsage], None]
 
 
 class Visit:
-    """``account`` is absent where nothing is limited; ``record`` gets what was used, once, at the end."""
+    """``account`` is absent where nothing is counted; ``record`` gets what was used, once, at the end."""
 
     def __init__(
         self, caller: Caller, account: Account | None, deadline: Deadline | None, record: Record, clock: Clock

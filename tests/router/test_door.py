@@ -299,11 +299,12 @@ async def test_a_request_out_of_time_before_its_first_token_is_a_504_and_ends_ev
 
 async def test_a_stream_out_of_time_ends_with_an_error_event(cluster: "Cluster", client: httpx.AsyncClient) -> None:
     [worker] = await cluster.add(Role.MIXED)
-    worker.behaviour.seconds_a_token = 0.06
-    response = await complete(client, {**of("bob"), "x-request-timeout": "0.2"}, stream=True)
+    worker.behaviour.seconds_a_token = 0.05
+    cluster.says = "x" * 300
+    response = await complete(client, {**of("bob"), "x-request-timeout": "0.8"}, stream=True, max_tokens=300)
     *chunks, last = [line for line in response.text.split("\n\n") if line]
-    assert '"error":{"message":"the request took longer than 0.2 s","type":"server_error"' in last
-    assert 1 <= len(chunks) <= 4
+    assert '"error":{"message":"the request took longer than 0.8 s","type":"server_error"' in last
+    assert 1 <= len(chunks) <= 16
     assert '"finish_reason":null' in chunks[-1]
 
 
@@ -401,12 +402,13 @@ async def test_what_a_request_cost_that_came_to_no_end_is_charged_too(
     cluster: "Cluster", client: httpx.AsyncClient, usage_db: Path, stream: bool
 ) -> None:
     [worker] = await cluster.add(Role.MIXED)
-    worker.behaviour.seconds_a_token = 0.06
-    response = await complete(client, {**of("bob"), "x-request-timeout": "0.2"}, stream=stream)
+    worker.behaviour.seconds_a_token = 0.05
+    cluster.says = "x" * 300
+    response = await complete(client, {**of("bob"), "x-request-timeout": "0.8"}, stream=stream, max_tokens=300)
     assert response.status_code == (200 if stream else 504)
     row = (await used_by(cluster, usage_db))["bob"]
     assert (row.requests, row.prompt_tokens) == (1, 9)
-    assert 1 <= row.output_tokens <= 4
+    assert 1 <= row.output_tokens <= 16
     assert not stream or row.output_tokens == response.text.count('"text"')
 
 
