@@ -21,7 +21,10 @@ MAX_FORCED_CHARS = 512
 """Of text that a grammar leaves no choice about, so many are tokenised to find the next token."""
 MAX_MESSAGE_CHARS = 400
 
-_LIMITS = LLParserLimits(verbose_errors=False)  # the rest of the defaults bound a compilation and a mask well
+MAX_STEP_ITEMS = 10_000
+"""Of the parser for one mask, about 3 µs each: a grammar so ambiguous that it needs more would hold others up."""
+
+_LIMITS = LLParserLimits(verbose_errors=False, step_max_items=MAX_STEP_ITEMS)
 _QUIET = 0
 _ESCAPE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _MULTIPLE = re.compile(
