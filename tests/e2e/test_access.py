@@ -88,12 +88,16 @@ def guarded(
     with serving(small_model, folder / "log", *roles, *guarded.flags, authority=AUTHORITY) as guarded.server:
         yield guarded
     assert "Traceback" not in guarded.server.log
-    assert all(who["authorization"].split("-")[-1] not in guarded.server.log for who in (guarded.alice, guarded.bob))
+    assert all(key_of(who) not in guarded.server.log for who in (guarded.alice, guarded.bob))
+
+
+def key_of(who: httpx.Headers) -> str:
+    return who["authorization"].removeprefix("Bearer ")
 
 
 def test_each_key_has_limits_of_its_own_and_openai_s_client_understands_them(guarded: Guarded) -> None:
     def ask(who: httpx.Headers, max_tokens: int) -> int:
-        key = who["authorization"].removeprefix("Bearer ")
+        key = key_of(who)
         http = DefaultHttpxClient(verify=ssl.create_default_context(cafile=AUTHORITY))
         with OpenAI(base_url=f"{guarded.server.url}/v1", api_key=key, max_retries=0, http_client=http) as client:
             answer = client.completions.create(
