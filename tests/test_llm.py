@@ -233,6 +233,7 @@ NOT_PARAMS: list[tuple[dict[str, object], str]] = [
     ({"logit_bias": {1: float("inf")}}, "'logit_bias'"),
     ({"logprobs": 21}, "'logprobs'"),
     ({"max_tokens": -1}, "'max_tokens'"),
+    ({"n": 65}, "65 choices over 5 prompt tokens are asked for, the workers hold 64"),
     ({"max_tokens": 1024}, "1029 tokens (5 in the prompt, 1024 in the completion)"),
     ({"min_tokens": 6, "max_tokens": 5}, "'min_tokens'"),
     ({"min_tokens": 1, "stop_token_ids": tuple(range(323))}, "every token of the vocabulary is a stop token"),

@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from crossdock.core import messages as m
 from crossdock.core.kv_layout import KvLayout
 from crossdock.core.messages import MalformedMessage, Message, Peer, decode, decode_envelope, encode
-from crossdock.core.request import Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
+from crossdock.core.request import Fork, Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
 from crossdock.core.sequence import FinishReason
 
 PEER = Peer("tcp://127.0.0.1:1234", m.Incarnation("life"))
 REQUEST_ID, TRANSFER_ID, LEASE_ID = RequestId("r1"), TransferId("t1"), m.LeaseId(7)
 PARAMS = SamplingParams(max_tokens=5, seed=3, stop=("a",), logit_bias={4: -1.5}, stop_token_ids=(1, 2))
-REQUEST = Request(request_id=REQUEST_ID, prompt=pack_ids([1, 2, 3]), params=PARAMS, salt=b"tenant", priority=-1)
+FORKS = (Fork(RequestId("r2"), 4), Fork(RequestId("r3"), 5, "00-1-2-01"))
+REQUEST = Request(
+    request_id=REQUEST_ID, prompt=pack_ids([1, 2, 3]), params=PARAMS, salt=b"tenant", priority=-1, forks=FORKS
+)
 LOGPROBS = TokenLogprobs(-0.5, [1, 2], [-0.5, -1.25])
 CARD = m.WorkerCard(
     role=m.Role.PREFILL,
@@ -54,7 +57,9 @@ SAMPLES: list[Message] = [
     ),
     m.Push(transfer_id=TRANSFER_ID, lease_id=LEASE_ID, generation=1, group=0, blocks=[5], transport="tcp"),
     m.Renew(transfer_id=TRANSFER_ID, lease_id=LEASE_ID, generation=1),
-    m.Commit(transfer_id=TRANSFER_ID, lease_id=LEASE_ID, generation=1, num_block_groups=4, first_token_ids=[42]),
+    m.Commit(
+        transfer_id=TRANSFER_ID, lease_id=LEASE_ID, generation=1, num_block_groups=4, first_token_ids=[42, None, 0]
+    ),
     m.Attached(transfer_id=TRANSFER_ID),
     m.Rejected(transfer_id=TRANSFER_ID, reason="stale lease"),
     m.Cancel(transfer_id=TRANSFER_ID, reason="aborted"),

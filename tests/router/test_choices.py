@@ -16,7 +16,7 @@ from crossdock.router.prepare import Limits, PreparedRequest, prepare_chat, prep
 from crossdock.router.text import TextModel
 
 from ..parts import card
-from .stage import Client, Stage, failure_of, legs, token
+from .stage import D1, D2, P1, P2, Client, Stage, failure_of, legs, token
 from .test_streams import Exchange
 
 LIMITS = Limits("toy", max_model_len=400, vocab_size=257, max_choices=64, roomiest=(card(4),))
@@ -79,6 +79,24 @@ def test_a_choice_that_fails_alone_starts_again_alone_while_the_others_go_on() -
     assert [message.request for message in messages[2:] if isinstance(message, PrefillTask)] == [alone]
     stage.hear(prefill, token(first, 0))
     assert client.tokens == [50]
+
+
+def test_when_a_worker_dies_each_choice_without_a_token_starts_again_alone() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    entries = stage.open(client, num_choices=3)
+    prefill, _ = legs(entries[0])
+    stage.hear(prefill, token(entries[1], 0))
+    stage.mailbox.sent.clear()
+    stage.pass_time(4, *{P1, P2, D1, D2} - {prefill}, running=1)
+    tasks = [message for _, message in stage.mailbox.sent if isinstance(message, PrefillTask)]
+    assert [(task.request.request_id, task.request.forks) for task in tasks] == [("r-0.2", ()), ("r-2.2", ())]
+    assert [(entry.is_fork, entry.attempt.request_id) for entry in entries] == [
+        (False, "r-0.2"),
+        (True, "r-1.1"),
+        (False, "r-2.2"),
+    ]
+    assert len(client.failures) == 1  # of the choice whose first token the client has
 
 
 async def test_the_logprobs_of_a_prompt_are_told_once_and_shown_by_all_its_choices(text: TextModel) -> None:
