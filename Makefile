@@ -68,10 +68,12 @@ $(VENV)/.test: $(VENV)/.serve
 	@$(INSTALL) -e '.[test]' | $(news)
 	@touch $@
 
-# uv, because pip takes three times as long for two hundred packages.
+# uv, because pip takes three times as long for two hundred packages; but pip where uv, which does not read pip's
+# configuration, finds no registry.
 $(CLIENTS)/.created: constraints-clients.txt | $(VENV)/.created
 	$(call say,'clients')
 	$(BIN)/python -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -c constraints-clients.txt uv | $(news)
-	$(CLIENTS)/bin/uv pip install --python $(CLIENTS)/bin/python --no-deps -r constraints-clients.txt
+	$(CLIENTS)/bin/uv pip install --python $(CLIENTS)/bin/python --no-deps -r constraints-clients.txt || \
+		$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-deps -r constraints-clients.txt | $(news)
 	@touch $@
