@@ -6,6 +6,7 @@ endpoint's words.
 
 import re
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,24 +98,22 @@ def _prepare_items(
 def _truncated(
     items: Sequence[ItemFields], prepare: Callable[[Sequence[ItemFields]], PreparedRequest]
 ) -> PreparedRequest:
-    """The longest end of the conversation that fits, of those that begin with a user's message, or all of it."""
+    """The longest end of the conversation that fits: all of it, or from some message of the user's on."""
     starts = [n for n, item in enumerate(items) if n > 0 and isinstance(item, MessageItem) and item.role == "user"]
     cuts = [0, *starts]
-    too_early, fits = -1, len(cuts)
-    refusal: ApiError | None = None
-    found: PreparedRequest | None = None
-    while fits - too_early > 1:
-        tried = 0 if too_early < 0 and fits == len(cuts) else (too_early + fits) // 2
+    prepared: dict[int, PreparedRequest] = {}
+
+    def fits(cut: int) -> bool:
         try:
-            found, fits = prepare(items[cuts[tried] :]), tried
+            prepared[cut] = prepare(items[cuts[cut] :])
         except ApiError as error:
             if error.code != CONTEXT_EXCEEDED:
                 raise
-            refusal, too_early = error, tried
-    if found is None:
-        assert refusal is not None, "one of them was tried"
-        raise refusal
-    return found
+            return False
+        return True
+
+    longest = 0 if fits(0) else bisect_left(range(len(cuts)), True, lo=1, key=fits)
+    return prepared[longest] if longest in prepared else prepare(items[cuts[-1] :])
 
 
 def chat_members(body: ResponseRequest, items: Sequence[ItemFields]) -> Json:
@@ -163,7 +162,7 @@ def _in_our_words(error: ApiError) -> ApiError:
     head, _, _ = error.param.partition(".")
     message = error.message
     for name in (error.param, head):
-        message = re.sub(rf"\b{re.escape(name)}\b", _our_name(name), message)
+        message = re.sub(rf"\b{re.escape(name)}\b", lambda _, ours=_our_name(name): ours, message)
     return ApiError(error.status, message, type=error.type, param=_our_name(error.param), code=error.code)
 
 

@@ -61,6 +61,19 @@ def test_pydantic_ai(run_client: RunClient, server: Server) -> None:
     assert run_client("with_pydantic_ai", server) == {"output": ANSWER, "output_tokens": NUM_ANSWER_TOKENS}
 
 
+def test_clients_of_the_responses_api(run_client: RunClient, server: Server) -> None:
+    assert run_client("with_responses", server) == {
+        "langchain": {
+            "text": ANSWER,
+            "output_tokens": NUM_ANSWER_TOKENS,
+            "streamed": ANSWER,
+            "is_same_conversation": True,
+        },
+        "litellm": {"text": ANSWER, "streamed": ANSWER, "last": "response.completed"},
+        "pydantic_ai": {"output": ANSWER, "again": True},
+    }
+
+
 ITEMS = (("as the", " day"), ("as the", " nights, and so on"), ("a", "b"), ("she said:", " always cats!"))
 
 

@@ -1,11 +1,12 @@
 """`/v1/responses` on real processes, mixed and disaggregated, through OpenAI's own client."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from openai.types.responses import Response
+from pydantic import BaseModel
 
 from .models import chat_model
 from .server import Server, serving
@@ -69,6 +70,39 @@ def test_a_kept_response_can_be_read_listed_and_deleted(client: OpenAI) -> None:
         client.responses.retrieve(second.id)
     with pytest.raises(BadRequestError, match="not found"):
         ask(client, "three", previous_response_id=second.id)
+
+
+class Verdict(BaseModel):
+    colour: Literal["red", "green"]
+    is_ripe: bool
+
+
+def test_an_answer_is_parsed_as_the_type_that_was_asked_for(client: OpenAI) -> None:
+    answer = client.responses.parse(model="small", input="judge", text_format=Verdict, temperature=1)
+    assert answer.status == "completed"
+    assert isinstance(answer.output_parsed, Verdict)
+    with client.responses.stream(model="small", input="judge", text_format=Verdict, temperature=1) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Verdict)
+
+
+TOOL: Any = {"type": "function", "name": "pick", "parameters": Verdict.model_json_schema()}
+
+
+def test_a_call_that_was_demanded_is_made_and_its_result_sent_back(client: OpenAI) -> None:
+    with client.responses.stream(
+        model="small", input="judge", tools=[TOOL], tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        answer = stream.get_final_response()
+    [call] = answer.output
+    assert call.type == "function_call"
+    assert (call.name, call.arguments, call.status) == ("pick", "".join(pieces), "completed")
+    Verdict.model_validate_json(call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "picked"}
+    kept = ask(client, [result], previous_response_id=answer.id, tools=[TOOL])
+    full = ask(client, [user("judge"), call, result], tools=[TOOL])
+    assert kept.usage is not None and full.usage is not None
+    assert (kept.output_text, kept.usage.input_tokens) == (full.output_text, full.usage.input_tokens)
 
 
 def test_a_client_that_leaves_a_stream_leaves_nothing_behind(client: OpenAI, server: Server) -> None:

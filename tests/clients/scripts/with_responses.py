@@ -14,9 +14,7 @@ MORE = "Name it again."
 
 
 def with_langchain(url: str) -> dict[str, object]:
-    model = ChatOpenAI(
-        base_url=url, api_key="none", model="demo", temperature=0, max_retries=0, use_responses_api=True
-    )
+    model = ChatOpenAI(base_url=url, api_key="none", model="demo", temperature=0, max_retries=0, use_responses_api=True)
     answer = model.invoke(QUESTION)
     again = model.invoke([("user", QUESTION), answer, ("user", MORE)])
     kept = model.invoke([("user", MORE)], previous_response_id=answer.response_metadata["id"])
@@ -31,7 +29,7 @@ def with_langchain(url: str) -> dict[str, object]:
 def with_litellm(url: str) -> dict[str, object]:
     asked = {"model": "openai/demo", "api_base": url, "api_key": "none", "temperature": 0, "input": QUESTION}
     answer = litellm.responses(**asked)
-    streamed = [event for event in litellm.responses(**asked, stream=True)]
+    streamed = list(litellm.responses(**asked, stream=True))
     deltas = [event.delta for event in streamed if event.type == "response.output_text.delta"]
     return {"text": answer.output[0].content[0].text, "streamed": "".join(deltas), "last": streamed[-1].type}
 
