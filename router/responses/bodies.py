@@ -39,7 +39,7 @@ class AllowedTools(Body):
     tools: Annotated[list[Annotated[NamedFunction, only("function")]], Field(min_length=1, fail_fast=True)]
 
 
-Choice = Annotated[
+ChosenTools = Annotated[
     Annotated[NamedFunction, Tag("<function>")] | Annotated[AllowedTools, Tag("<allowed_tools>")],
     *one_of("function", "allowed_tools"),
 ]
@@ -98,7 +98,7 @@ class ResponseRequest(RequestFields):
         "moderation": (None,),
         "prompt": (None,),
         "prompt_cache_options": (None,),
-        "prompt_cache_retention": (None,),
+        "prompt_cache_retention": (None, "in_memory"),
     }
 
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
@@ -113,15 +113,14 @@ class ResponseRequest(RequestFields):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: ListOf[Annotated[FunctionTool, only("function")]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar is compiled for it."""
-        has_format = self.text is not None and not isinstance(self.text.format, PlainText | None)
-        return has_format or bool(self.tools)
+        """Whether there may be something to compile, as for a chat."""
+        return bool(self.tools) or (self.text is not None and self.text.format is not None)
 
     @property
     def shows_logprobs(self) -> bool:

@@ -162,7 +162,7 @@ def _in_our_words(error: ApiError) -> ApiError:
     head, _, _ = error.param.partition(".")
     message = error.message
     for name in (error.param, head):
-        message = re.sub(rf"\b{re.escape(name)}\b", lambda _, ours=_our_name(name): ours, message)
+        message = re.sub(rf"\b{re.escape(name)}\b", _our_name(name), message)
     return ApiError(error.status, message, type=error.type, param=_our_name(error.param), code=error.code)
 
 

@@ -103,7 +103,10 @@ def creation_routes(routes: APIRouter, router: "Router", kept: KeptResponses) ->
         openapi_extra=example(input="Why is the sky blue?", max_output_tokens=32),
     )
     async def create_response(body: ResponseRequest, http: HttpRequest) -> Response:
-        """Answer a conversation, given whole or as what follows `previous_response_id`."""
+        """Answer a conversation, given whole or as what follows `previous_response_id`.
+
+        With `stream` as server-sent events, of which the last is `response.completed`, `.incomplete` or `.failed`.
+        """
         keeper = kept.keeper(http, body)
         num_bytes = sum(turn.num_bytes for turn in turns_to(keeper.previous))
         return await router.answer(http, partial(prepare_response, body, keeper), num_bytes, body.has_grammar)
