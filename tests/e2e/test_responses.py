@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from openai.types.responses import Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from .models import chat_model
 from .server import Server, serving
@@ -73,6 +73,10 @@ def test_a_kept_response_can_be_read_listed_and_deleted(client: OpenAI) -> None:
 
 
 class Verdict(BaseModel):
+    """Short, whatever a model that talks nonsense makes of it."""
+
+    model_config = ConfigDict(extra="forbid")
+
     colour: Literal["red", "green"]
     is_ripe: bool
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import Response
@@ -134,6 +135,29 @@ async def test_a_call_that_was_cut_is_incomplete(cluster: "Cluster", openai: Asy
     assert '{"city": "Rome"}'.startswith(item.arguments)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}], ids=["required", "named"])
+async def test_a_call_that_is_demanded_is_held_to_the_grammar_that_a_chat_has(
+    cluster: "Cluster", client: httpx.AsyncClient, choice: Json | str
+) -> None:
+    (worker,) = await cluster.add(Role.MIXED)
+    grammars: list[str] = []
+
+    def script(request: Request) -> list[int]:
+        grammars.append(request.params.grammar)
+        return cluster.script(request)
+
+    worker.behaviour.script = script
+    cluster.says = called("Rome")
+    asked: Json = {"input": "hi", "tools": [WEATHER], "tool_choice": choice}
+    answer = (await client.post("/v1/responses", json=asked)).json()
+    assert (answer["status"], [item["type"] for item in answer["output"]]) == ("completed", ["function_call"])
+    function = {key: value for key, value in WEATHER.items() if key != "type"}
+    chosen = {"type": "function", "function": {"name": "weather"}} if isinstance(choice, dict) else choice
+    chat: Json = {"tools": [{"type": "function", "function": function}], "tool_choice": chosen}
+    await client.post("/v1/chat/completions", json={**chat, "messages": [{"role": "user", "content": "hi"}]})
+    assert grammars[0] == grammars[1] != ""
+
+
 async def test_the_tools_of_a_request_are_told_back(cluster: "Cluster", openai: AsyncOpenAI) -> None:
     await cluster.add(Role.MIXED)
     chosen: Json = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
@@ -155,7 +179,7 @@ async def test_the_tools_of_a_request_are_told_back(cluster: "Cluster", openai: 
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_what_chats_refuse_is_refused_in_the_words_of_responses(
-    cluster: "Cluster", client: Any, asked: Json, param: str
+    cluster: "Cluster", client: httpx.AsyncClient, asked: Json, param: str
 ) -> None:
     await cluster.add(Role.MIXED)
     answer = await client.post("/v1/responses", json={"input": "hi", **asked})
