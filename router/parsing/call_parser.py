@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
 
 from .deltas import CallArguments, CallDelta, CallStart, ParsedText
-from .json_object import CallHead, ObjectScanner, is_object, read_call, read_head
+from .json_object import CallHead, ObjectScanner, is_object, is_other_object, read_call, read_head
 from .markers import unfinished
 
 SPACE = " \t\r\n"
@@ -149,6 +149,8 @@ class CallParser(ABC):
         head = read_head(self._waiting, self._names)
         if head is not None:
             return self._begin_arguments(head)
+        if is_other_object(self._waiting, self._names):
+            return self.fail()
         end = self._scanner.feed(self._waiting[self._num_scanned :])
         if end is None and not self._is_ended:
             self._num_scanned = len(self._waiting)

@@ -15,6 +15,10 @@ _HEAD = re.compile(
 """What nearly all models write before the arguments: they can be passed on while they come."""
 
 
+_FIRST_MEMBER = re.compile(r'\{\s*"(?P<key>[^"\\]*)"(?:\s*:\s*"(?P<text>[^"\\]*)")?')
+_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
+
+
 class ObjectScanner:
     """Finds the end of a JSON object. Told apart are only strings, brackets and the rest; nothing is validated."""
 
@@ -61,6 +65,15 @@ def read_head(text: str, names: Container[str]) -> CallHead | None:
     if found is None or found["name"] not in names:
         return None
     return CallHead(found["name"], found.end())
+
+
+def is_other_object(text: str, names: Container[str]) -> bool:
+    """Whether the first member says already that this is no call of a function that may be called."""
+    found = _FIRST_MEMBER.match(text)
+    if found is None:
+        return False
+    key, value = found["key"], found["text"]
+    return key not in _KEYS or (key == "name" and value is not None and value not in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,11 @@ def test_no_half_marker_is_ever_shown(family: type[CallParser], text: str, conte
         assert content.startswith(shown)
 
 
+@pytest.mark.parametrize("said", ['{"answer":', '{"name": "Ada"'])
+def test_an_object_that_is_no_call_is_shown_as_soon_as_that_is_clear(said: str) -> None:
+    assert Llama3Calls(NAMES, is_stream=True).feed(said).content == said
+
+
 def test_ids_are_unique() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 3
     deltas = [call for _ in range(3) for output in fed(HermesCalls(NAMES, True), [text]) for call in output.calls]
