@@ -58,7 +58,7 @@ def _joined(lark: str, parts: Mapping[str, str]) -> str:
 
 
 class _Rules:
-    """The Lark rules for one model: which of its markers are special tokens, that no text can spell, it knows."""
+    """The Lark rules for one model, some of whose markers are special tokens, which no text can spell."""
 
     def __init__(self, text: TextModel) -> None:
         self._calls, self._thoughts = text.syntax.calls, text.syntax.thoughts

@@ -5,11 +5,12 @@ It is small: what it says is not always sensible, but where a call is demanded i
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, OpenAI, pydantic_function_tool
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+from pydantic import BaseModel
 
 from .server import Server, serving
 
@@ -31,7 +32,13 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the weather in Rome for 3 days?"}]
 ASKED: dict[str, Any] = {"model": "demo", "messages": QUESTION, "tools": [WEATHER, CLOCK], "max_tokens": 120}
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+class Trip(BaseModel):
+    """Where to go, and for how long."""
+
+    city: Literal["Paris", "Rome"]
+    days: Literal[1, 2, 3]
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -63,16 +70,27 @@ def check_weather(arguments: str) -> None:
     assert given["city"] in CITIES and 1 <= given["days"] <= 9
 
 
-def test_a_named_function_is_called_with_valid_arguments_and_its_result_goes_back(client: OpenAI) -> None:
-    answer = ask(client, tool_choice=NAMED, temperature=1, seed=1)
-    [(name, arguments)] = calls_of(answer)
-    assert name == "get_weather"
-    check_weather(arguments)
-    message = answer.choices[0].message
-    assert (answer.choices[0].finish_reason, message.content) == ("stop", None)
-    assert message.tool_calls is not None
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny, 20 °C."}
-    turns = [*QUESTION, message.model_dump(exclude_unset=True), result]
+def test_a_named_function_is_called_with_arguments_that_its_type_takes(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="demo",
+        messages=QUESTION,
+        tools=[pydantic_function_tool(Trip)],
+        tool_choice={"type": "function", "function": {"name": "Trip"}},
+        temperature=1,
+        seed=1,
+        max_tokens=120,
+    )
+    [choice] = answer.choices
+    assert choice.message.tool_calls is not None
+    [call] = choice.message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Trip)
+    assert (choice.finish_reason, choice.message.content) == ("stop", None)
+
+
+def test_the_result_of_a_call_goes_back_to_the_model(client: OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "It is noon."}
+    turns = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
     said = ask(client, messages=turns, tool_choice="none", temperature=0, max_tokens=8)
     assert said.choices[0].message.content
     assert calls_of(said) == []
