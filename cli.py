@@ -64,7 +64,7 @@ from .core.config import (
 from .core.messages import Incarnation, Role
 from .deploy.launch import USAGE_STATUS, WorkerCommand, WorkerFailed, WorkerGroup, end_with_parent
 from .deploy.model_source import ModelSource, ModelSourceError, resolve
-from .deploy.traces import TracesUnavailable, tracing
+from .deploy.traces import StageSpans, TracesUnavailable, tracing
 
 if TYPE_CHECKING:
     from .router.telemetry import Telemetry
@@ -258,14 +258,22 @@ def worker(
         transfer=transfer,
         traces=traces,
     )
-    source = _resolve(model)
+    _work(config)
+
+
+def _work(config: WorkerConfig) -> None:
+    """Load the model and be a worker until told to stop."""
+    source = _resolve(config.model)
     from .worker import Worker  # torch: only this command pays for it
 
-    try:
-        ready = Worker(config, source.path, source.fingerprint())
-    except (ValueError, OSError) as error:
-        _fail(str(error))
-    ready.run()
+    with ExitStack() as stack:
+        try:
+            tracer = stack.enter_context(tracing(config.traces, f"crossdock-{config.role.value}"))
+            spans = StageSpans(tracer, f"{config.role.value}-{os.getpid()}")
+            ready = Worker(config, source.path, source.fingerprint(), spans.note)
+        except (ValueError, OSError) as error:
+            _fail(str(error))
+        ready.run()
 
 
 def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:

@@ -35,6 +35,7 @@ from .core.messages import (
 from .core.part import Delivery, Part, Payload, TransferFailed
 from .core.request import Fork, Request, RequestId, SamplingParams, TransferId
 from .core.sequence import FinishReason
+from .core.stages import Stage
 from .decode.part import DecodePart
 from .deploy.model_source import resolve
 from .model.engine import Engine, Step
@@ -299,6 +300,9 @@ class _Collector:
 
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
         raise TransferFailed("there is no other worker")
+
+    def note(self, stages: list[Stage]) -> None:
+        assert not stages, "nothing is traced offline"
 
 
 def _request_output(prompt: PreparedPrompt, answers: Seq[_Answer]) -> RequestOutput:

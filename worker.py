@@ -43,6 +43,7 @@ from .core.messages import (
     WorkerLoad,
 )
 from .core.part import Delivery, no_checksums
+from .core.stages import Stage
 from .decode.part import DecodePart
 from .kvtransfer.links import Links
 from .kvtransfer.pool_bytes import PoolBytes, PoolMemory
@@ -58,10 +59,14 @@ _log = logging.getLogger("crossdock.worker")
 
 
 class Outgoing:
-    """The parts' outbox: messages go at once, tokens wait for the end of the step and travel together."""
+    """The parts' outbox: messages go at once, tokens wait for the end of the step and travel together.
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    ``note`` is told the stages of traced requests.
+    """
+
+    def __init__(self, mailbox: Mailbox, note: Callable[[list[Stage]], None]) -> None:
         self._mailbox = mailbox
+        self.note = note
         self._deltas: dict[Peer, list[TokenDelta]] = defaultdict(list)
         self.links: Links
 
@@ -89,13 +94,15 @@ class Outgoing:
 class Worker:
     """One worker process; `run` serves until SIGTERM has drained it.
 
-    Raises ``ValueError`` for a model or configuration that can't work, before anything is announced.
+    Raises ``ValueError`` for a model or configuration that can't work, before anything is announced. ``note`` is told
+    the stages of traced requests that have left.
     """
 
-    def __init__(self, config: WorkerConfig, path: Path, fingerprint: str) -> None:
+    def __init__(self, config: WorkerConfig, path: Path, fingerprint: str, note: Callable[[list[Stage]], None]) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
         self._config = config
         self._mailbox = Mailbox(config.host, 0, incarnation)
+        self._note = note
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._router = Peer(config.router_address, Incarnation(""))
         self._router_seen = self._next_heartbeat = 0.0
@@ -136,7 +143,7 @@ class Worker:
             transports=tuple(transport.card for transport in transports),
         )
         lease_seconds = config.transfer.lease_seconds
-        self._outbox = Outgoing(self._mailbox)
+        self._outbox = Outgoing(self._mailbox, self._note)
         self._links = Links(me, self._card, transports, model.tables.pool, memory, self._mailbox.send, lease_seconds)
         self._outbox.links = self._links
         self._parts = self._decode, self._prefill = self._make_parts(memory)

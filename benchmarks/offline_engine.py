@@ -19,6 +19,7 @@ from crossdock.core.messages import (
 )
 from crossdock.core.part import Delivery, Payload, TransferFailed
 from crossdock.core.request import Fork, Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
+from crossdock.core.stages import Stage
 from crossdock.decode.part import DecodePart
 from crossdock.model.engine import Engine, Step
 from crossdock.model.startup import LoadedModel
@@ -72,6 +73,9 @@ class _Collector:
 
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
         raise TransferFailed("there is no other worker")
+
+    def note(self, stages: list[Stage]) -> None:
+        assert not stages, "nothing is traced offline"
 
 
 class OfflineEngine:

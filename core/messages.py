@@ -185,10 +185,23 @@ class PrefillTask(Message, frozen=True, tag="prefill_task"):
     decode: Peer
 
 
+class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How long a request was in the stages (core/stages.py) that end with the first token of a worker.
+
+    The prefill worker tells ``queue_seconds`` and ``prefill_seconds``; the decode worker ``queue_seconds``, and
+    ``transfer_seconds`` where KV travelled: from the computed prompt to the whole of it here.
+    """
+
+    queue_seconds: float
+    prefill_seconds: float | None = None
+    transfer_seconds: float | None = None
+
+
 class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """One token of one request. ``index`` counts the output from 0; ``token_id`` is ``None`` only when a
     request ends without a further token. ``cached_tokens`` comes with index 0 from the prefill worker, and so does
-    ``pooled``, the vector of a request with pooling as little-endian float32.
+    ``pooled``, the vector of a request with pooling as little-endian float32; ``times`` with the first token of each
+    worker.
     """
 
     request_id: RequestId
@@ -198,6 +211,7 @@ class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     pooled: bytes = b""
+    times: StageTimes | None = None
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
@@ -289,7 +303,7 @@ class Commit(Message, frozen=True, tag="commit"):
     ``None`` stands for a choice that goes no further. ``num_block_groups`` is the number of (block, layer group) pairs
     that must have landed. Sampler state needs no field: a draw depends on the seed and the output index alone,
     penalties and grammars on the tokens. ``checksums``, one a layer group, are over all bytes that must have landed;
-    empty if the sender makes none.
+    empty if the sender makes none. ``exposed_seconds`` have passed since the prompt was computed.
     """
 
     transfer_id: TransferId
@@ -298,6 +312,7 @@ class Commit(Message, frozen=True, tag="commit"):
     num_block_groups: int
     first_token_ids: list[int | None]
     checksums: list[int] = []
+    exposed_seconds: float = 0.0
 
 
 class Attached(Message, frozen=True, tag="attached"):

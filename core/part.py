@@ -13,6 +13,7 @@ from typing import Protocol
 from .messages import Message, Peer, Push, TokenDelta, WorkerCard
 from .request import Request
 from .sequence import Chunk, ChunkResult, Sequence
+from .stages import Stage
 
 
 @dataclass(slots=True)
@@ -39,13 +40,22 @@ class Outbox(Protocol):
     def emit(self, router: Peer, delta: TokenDelta) -> None:
         """One token to the router of its request; all of one step travel in one message."""
 
+    def note(self, stages: list[Stage]) -> None:
+        """A traced request has left this worker."""
+
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """A sequence whose prompt is computed and whose first token is known, passed from prefill to decode."""
+    """A sequence whose prompt is computed and whose first token is known, passed from prefill to decode.
+
+    It has been ready since ``ready_at``; ``transfer_seconds`` is how long that took from the computed prompt on, where
+    its KV travelled.
+    """
 
     sequence: Sequence
     router: Peer
+    ready_at: float
+    transfer_seconds: float | None = None
 
 
 class Payload(Protocol):

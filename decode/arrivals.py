@@ -44,7 +44,7 @@ class Arrival:
 
     ``receiver`` exists once it has blocks. ``sequence`` owns them until it is handed on or ended; the receiver stays
     a while longer to answer what is repeated, and as long as its blocks are quarantined. The offer with its prompt
-    does not stay.
+    does not stay. ``committed_at`` is when the first `Commit` came, which said ``exposed_seconds``.
     """
 
     transfer_id: TransferId
@@ -54,6 +54,9 @@ class Arrival:
     sender: Peer
     sequence: Sequence | None
     receiver: Receiver | None = None
+    heard_at: float = 0.0
+    committed_at: float | None = None
+    exposed_seconds: float = 0.0
 
     def goes_on(self, choice: Request, first_token_id: int) -> bool:
         return choice.request_id in self.wanted and ending(choice, first_token_id, 1) is None
@@ -174,6 +177,9 @@ class Arrivals:
             if not isinstance(message, Push) and (answer := answer_unknown(message)):
                 self._outbox.send(delivery.sender, answer)
         elif arrival.receiver is not None:
+            arrival.heard_at = now
+            if isinstance(message, Commit) and arrival.committed_at is None:
+                arrival.committed_at, arrival.exposed_seconds = now, message.exposed_seconds
             self._act(arrival, arrival.receiver.handle(delivery, now), delivery)
         elif isinstance(message, Cancel) and delivery.sender.incarnation == arrival.sender.incarnation:
             self._unqueue(arrival)
@@ -228,8 +234,10 @@ class Arrivals:
             token_id if token_id is not None and arrival.goes_on(choice, token_id) else None
             for choice, token_id in zip(sequence.request.choices, first_token_ids, strict=True)
         ]
+        assert arrival.committed_at is not None, "nothing attaches without a commit"
+        transfer_seconds = arrival.exposed_seconds + arrival.heard_at - arrival.committed_at
         for choice in self._tables.split(sequence, going_on):
-            self._attach(Handover(choice, arrival.router))
+            self._attach(Handover(choice, arrival.router, arrival.heard_at, transfer_seconds))
 
     def _unqueue(self, arrival: Arrival) -> None:
         """Forget an offer that never got blocks."""

@@ -14,14 +14,30 @@ the device that still writes to them has ended.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from ..core.block_tables import BlockTables
-from ..core.messages import Abort, Peer, Push, RequestFailed, TokenDelta, WorkerCard
+from ..core.messages import Abort, Peer, Push, RequestFailed, StageTimes, TokenDelta, WorkerCard
 from ..core.part import Checksums, Delivery, Handover, MayRun, Outbox, Payload, StepBudget, no_checksums
 from ..core.request import RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, settle
+from ..core.stages import StageName, Timeline
 from .arrivals import Arrivals
 from .scheduler import DecodeScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A request that runs here, or waits for room to."""
+
+    handover: Handover
+    timeline: Timeline
+
+    @property
+    def times(self) -> StageTimes:
+        """Once it is in its first step."""
+        queue = self.timeline.seconds(StageName.DECODE_QUEUE, self.handover.ready_at)
+        return StageTimes(queue, transfer_seconds=self.handover.transfer_seconds)
 
 
 class DecodePart:
@@ -45,7 +61,8 @@ class DecodePart:
         self._tables = tables
         self._outbox = outbox
         self._scheduler = DecodeScheduler(tables, may_run)
-        self._requests: dict[RequestId, Handover] = {}
+        self._requests: dict[RequestId, _Held] = {}
+        self._newcomers: set[RequestId] = set()
         self._arrivals = Arrivals(
             card,
             tables,
@@ -96,18 +113,30 @@ class DecodePart:
         if request_id in self._requests:
             self._tables.release(handover.sequence)
             return
-        self._requests[request_id] = handover
+        timeline = Timeline(handover.sequence.request, StageName.DECODE_QUEUE, handover.ready_at)
+        self._requests[request_id] = _Held(handover, timeline)
+        self._newcomers.add(request_id)
         self._scheduler.add(handover.sequence)
 
     def handle(self, delivery: Delivery, now: float) -> bool:
         if isinstance(delivery.message, Abort):
             self._arrivals.abort(delivery.message.request_id, now)
-            self._end(delivery.message.request_id)
+            self._end(delivery.message.request_id, now, "aborted by the client")
             return True
         return self._arrivals.handle(delivery, now)
 
     def plan(self, budget: StepBudget, now: float) -> list[Chunk]:
-        return self._scheduler.plan(budget)
+        chunks = self._scheduler.plan(budget)
+        if self._newcomers:
+            self._note_starts(chunks, now)
+        return chunks
+
+    def _note_starts(self, chunks: Seq[Chunk], now: float) -> None:
+        """Some newcomers are in their first step."""
+        started = self._newcomers.intersection(chunk.sequence.request.request_id for chunk in chunks)
+        self._newcomers -= started
+        for request_id in started:
+            self._requests[request_id].timeline.enter(StageName.DECODE, now)
 
     def layers_done(self, chunks: Seq[Chunk], group: int, now: float) -> None:
         """Nothing waits for the KV of a single layer group here."""
@@ -115,22 +144,24 @@ class DecodePart:
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
         for chunk, result in done:
             request_id = chunk.sequence.request.request_id
-            handover = self._requests.get(request_id)
-            if handover is None or handover.sequence is not chunk.sequence:
+            held = self._requests.get(request_id)
+            if held is None or held.handover.sequence is not chunk.sequence:
                 continue  # it ended while this chunk was on the device
             if result.failure:
-                self._fail(handover, result)
+                self._fail(held.handover, result, now)
                 continue
             finish = settle(chunk, result)
             self._tables.publish(chunk.sequence)
             if result.token_id is not None:
                 self.num_output_tokens += 1
-                delta = TokenDelta(request_id, chunk.output_index, result.token_id, finish, result.logprobs)
-                self._outbox.emit(handover.router, delta)
+                index = chunk.output_index
+                times = held.times if index == 1 else None
+                delta = TokenDelta(request_id, index, result.token_id, finish, result.logprobs, times=times)
+                self._outbox.emit(held.handover.router, delta)
             if finish is not None:
-                self._end(request_id)
+                self._end(request_id, now)
 
-    def _fail(self, handover: Handover, result: ChunkResult) -> None:
+    def _fail(self, handover: Handover, result: ChunkResult, now: float) -> None:
         """End a request that can't go on."""
         request_id = handover.sequence.request.request_id
         failed = RequestFailed(
@@ -140,7 +171,7 @@ class DecodePart:
             is_retryable=result.is_retryable,
         )
         self._outbox.send(handover.router, failed)
-        self._end(request_id)
+        self._end(request_id, now, result.failure)
 
     def sweep(self, now: float) -> None:
         self._arrivals.sweep(now)
@@ -148,12 +179,16 @@ class DecodePart:
     def lose(self, peer: Peer, now: float) -> None:
         """Without its router nobody reads a request; a dead prefill worker matters only to what is still arriving."""
         self._arrivals.lose(peer, now)
-        for request_id, handover in list(self._requests.items()):
-            if handover.router == peer:
-                self._end(request_id)
+        for request_id, held in list(self._requests.items()):
+            if held.handover.router == peer:
+                self._end(request_id, now, "the router is gone")
 
-    def _end(self, request_id: RequestId) -> None:
+    def _end(self, request_id: RequestId, now: float, outcome: str = "") -> None:
         """Forget a request, if it is here, and free its blocks."""
-        if handover := self._requests.pop(request_id, None):
-            self._scheduler.remove(handover.sequence)
-            self._tables.release(handover.sequence)
+        if held := self._requests.pop(request_id, None):
+            sequence = held.handover.sequence
+            self._newcomers.discard(request_id)
+            self._scheduler.remove(sequence)
+            self._tables.release(sequence)
+            held.timeline.count(output_tokens=len(sequence.output_ids))
+            self._outbox.note(held.timeline.ended(now, outcome))

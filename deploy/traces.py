@@ -5,19 +5,24 @@ The SDK is an extra, imported only here and only then. Its own environment varia
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import SpanKind, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ..core.config import TraceConfig
+from ..core.stages import Stage
 from ..core.version import VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 EXPORT_SECONDS = 1.0
+
+_propagator = TraceContextTextMapPropagator()
 
 
 class TracesUnavailable(ValueError):
@@ -46,6 +51,31 @@ def tracing(config: TraceConfig, service: str) -> Iterator[Tracer | None]:
         yield provider.get_tracer("crossdock", VERSION)
     finally:
         provider.shutdown()
+
+
+class StageSpans:
+    """A worker's spans: one a stage of a traced request, made when the request has left, under the router's attempt."""
+
+    def __init__(self, tracer: Tracer | None, worker: str) -> None:
+        self._tracer = tracer
+        self._worker = worker
+
+    def note(self, stages: list[Stage]) -> None:
+        """Without a tracer here nothing becomes of them."""
+        if self._tracer is None or not stages:
+            return
+        parent = _propagator.extract({"traceparent": stages[0].trace})
+        wall, monotonic = time.time_ns(), time.monotonic()
+        for stage in stages:
+            began, ended = (wall - round(1e9 * (monotonic - at)) for at in (stage.began_at, stage.ended_at))
+            attributes: dict[str, str | int] = {
+                "crossdock.request_id": stage.request_id,
+                "crossdock.worker": self._worker,
+                **{f"crossdock.{name}": count for name, count in stage.counts.items()},
+            }
+            if stage.outcome:
+                attributes["crossdock.outcome"] = stage.outcome
+            self._tracer.start_span(stage.name, parent, SpanKind.SERVER, attributes, start_time=began).end(ended)
 
 
 def _exporters(config: TraceConfig) -> "list[SpanExporter]":

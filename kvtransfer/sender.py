@@ -94,6 +94,7 @@ class Sender:
         self._held: Lease | None = None
         self._num_offers = 0
         self._first_token_ids: list[int | None] = []
+        self._finished_at = 0.0
         self._last_tick = 0.0
         self._next_message = 0.0
         self._commit_deadline = 0.0
@@ -122,6 +123,7 @@ class Sender:
         """The whole prompt is written and the first token of each choice is sampled."""
         self._plan.write_all()
         self._first_token_ids = first_token_ids
+        self._finished_at = now
         return self._advance(now)
 
     def handle(self, message: Reservation | Attached | Rejected | Revoke, now: float) -> SenderActions:
@@ -233,6 +235,7 @@ class Sender:
             generation=self._lease.generation,
             num_block_groups=self._plan.num_block_groups,
             first_token_ids=self._first_token_ids,
+            exposed_seconds=now - self._finished_at,
         )
 
 

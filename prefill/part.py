@@ -35,6 +35,7 @@ from ..core.messages import (
     RequestFailed,
     Reservation,
     Revoke,
+    StageTimes,
     TokenDelta,
     WorkerCard,
 )
@@ -52,6 +53,7 @@ from ..core.part import (
 from ..core.pooling import PooledSum
 from ..core.request import Request, RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, Draw, FinishReason, Sequence, ending, settle
+from ..core.stages import StageName, Timeline
 from ..kvtransfer.sender import Failed, Sender, SenderActions, answer_unknown
 from .scheduler import PromptScheduler
 
@@ -69,6 +71,7 @@ class Job:
     sequence: Sequence
     choices: tuple[Request, ...]
     wanted: set[RequestId]
+    timeline: Timeline
     sender: Sender | None = None
     pooled: PooledSum | None = None
     num_cached: int = 0
@@ -77,9 +80,11 @@ class Job:
     is_computed: bool = False
 
     @classmethod
-    def of(cls, task: PrefillTask, router: Peer) -> "Job":
+    def of(cls, task: PrefillTask, router: Peer, now: float) -> "Job":
         choices = task.request.choices
-        return cls(task, router, Sequence.of(task.request), choices, {choice.request_id for choice in choices})
+        wanted = {choice.request_id for choice in choices}
+        timeline = Timeline(task.request, StageName.PREFILL_QUEUE, now)
+        return cls(task, router, Sequence.of(task.request), choices, wanted, timeline)
 
     @property
     def wanted_choices(self) -> list[Request]:
@@ -156,27 +161,27 @@ class PrefillPart:
     def handle(self, delivery: Delivery, now: float) -> bool:
         match delivery.message:
             case PrefillTask() as task:
-                self._take(task, delivery.sender)
+                self._take(task, delivery.sender, now)
             case Abort(request_id=request_id):
                 if job := self._jobs.get(request_id):
-                    self._abort(job, request_id)
+                    self._abort(job, request_id, now)
                 return False  # the decode part may hold the other leg
             case Reservation() | Attached() | Rejected() | Revoke() as message:
                 job = self._by_transfer.get(message.transfer_id)
                 if job is not None and job.sender is not None and job.task.decode == delivery.sender:
                     if isinstance(message, Reservation):
                         job.first_missing = message.first_missing
-                    self._act(job, job.sender.handle(message, now))
+                    self._act(job, job.sender.handle(message, now), now)
                 elif answer := answer_unknown(message):
                     self._outbox.send(delivery.sender, answer)
             case _:
                 return False
         return True
 
-    def _take(self, task: PrefillTask, router: Peer) -> None:
+    def _take(self, task: PrefillTask, router: Peer, now: float) -> None:
         if task.transfer_id in self._by_transfer:
             return
-        job = Job.of(task, router)
+        job = Job.of(task, router, now)
         if reason := refuse_unfit(task.request, self._card):
             self._report(job, reason, is_retryable=False)
             return
@@ -202,6 +207,8 @@ class PrefillPart:
         job.is_started = True
         sequence = job.sequence
         job.num_cached = sequence.num_computed
+        job.timeline.enter(StageName.PREFILL, now)
+        job.timeline.count(prompt_tokens=sequence.num_prompt, cached_tokens=job.num_cached)
         self.num_prompt_tokens += sequence.num_prompt
         self.num_cached_tokens += job.num_cached
         if job.task.decode == self._me or job.task.request.max_tokens <= 1:
@@ -212,7 +219,7 @@ class PrefillPart:
         num_groups = self._card.num_layer_groups
         job.sender = Sender(offer, num_blocks, num_groups, self._me.incarnation, self._lease_seconds)
         self.num_transfers += 1
-        self._act(job, job.sender.start(now))
+        self._act(job, job.sender.start(now), now)
         for group in range(num_groups):
             self._written(job, group, job.num_cached, now)
 
@@ -227,14 +234,14 @@ class PrefillPart:
         is_all = num_tokens == job.sequence.num_prompt
         layout = self._card.layout
         num_blocks = layout.num_blocks_for(num_tokens) if is_all else num_tokens // layout.block_size
-        self._act(job, job.sender.written(group, num_blocks, now))
+        self._act(job, job.sender.written(group, num_blocks, now), now)
 
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
         for chunk, result in done:
             if job := self._job_of(chunk):
                 if result.failure:
                     self._report(job, result.failure, result.is_retryable)
-                    self._drop(job, result.failure)
+                    self._drop(job, result.failure, now)
                     continue
                 settle(chunk, result)
                 self._tables.publish(job.sequence)
@@ -259,40 +266,43 @@ class PrefillPart:
     def _complete(self, job: Job, result: ChunkResult, now: float) -> None:
         """The prompt is computed: first tokens go to the router, those that they don't end to the decode worker."""
         job.is_computed = True
+        queue, prefill = (job.timeline.seconds(stage, now) for stage in (StageName.PREFILL_QUEUE, StageName.PREFILL))
+        times = StageTimes(queue, prefill)
         if result.token_id is None:
             vector = job.pooled.vector() if job.pooled else b""
             for choice in job.wanted_choices:  # max_tokens is 0: the prompt alone was wanted
-                delta = TokenDelta(choice.request_id, 0, None, FinishReason.LENGTH, None, job.num_cached, vector)
+                delta = TokenDelta(choice.request_id, 0, None, FinishReason.LENGTH, None, job.num_cached, vector, times)
                 self._outbox.emit(job.router, delta)
-            self._drop(job, "nothing was to be generated")
+            self._drop(job, "nothing was to be generated", now, is_done=True)
             return
         draws = (Draw(result.token_id, result.logprobs, result.is_complete), *result.forks)
         for choice, draw in zip(job.choices, draws, strict=True):
             if choice.request_id in job.wanted:
-                self._tell_first(job, choice, draw)
+                self._tell_first(job, choice, draw, times)
         going_on = [
             draw.token_id if choice.request_id in job.wanted else None
             for choice, draw in zip(job.choices, draws, strict=True)
         ]
         if not job.wanted:
-            self._drop(job, "the first token ended the request")
+            self._drop(job, "the first token ended the request", now, is_done=True)
         elif job.sender is not None:
-            self._act(job, job.sender.finish(going_on, now))
+            job.timeline.enter(StageName.TRANSFER, now)
+            self._act(job, job.sender.finish(going_on, now), now)
         else:
-            self._forget(job)
+            self._forget(job, now)
             for sequence in self._tables.split(job.sequence, going_on):
-                self._hand_over(Handover(sequence, job.router))
+                self._hand_over(Handover(sequence, job.router, now))
 
-    def _tell_first(self, job: Job, choice: Request, draw: Draw) -> None:
+    def _tell_first(self, job: Job, choice: Request, draw: Draw, times: StageTimes) -> None:
         finish = FinishReason.STOP if draw.is_complete else ending(choice, draw.token_id, 1)
         if finish is not None:
             job.wanted.remove(choice.request_id)
-        delta = TokenDelta(choice.request_id, 0, draw.token_id, finish, draw.logprobs, job.num_cached)
+        delta = TokenDelta(choice.request_id, 0, draw.token_id, finish, draw.logprobs, job.num_cached, times=times)
         self._outbox.emit(job.router, delta)
 
     # --- the transfer --------------------------------------------------------------------------
 
-    def _act(self, job: Job, actions: SenderActions) -> None:
+    def _act(self, job: Job, actions: SenderActions, now: float) -> None:
         """Do what the transfer's state machine asks for; its outcome ends the job."""
         decode = job.task.decode
         for push in actions.pushes:
@@ -300,7 +310,7 @@ class PrefillPart:
                 self._outbox.push(decode, push.header, [job.sequence.blocks[i] for i in push.source])
             except TransferFailed as error:
                 assert job.sender is not None, "only a sender pushes"
-                self._act(job, job.sender.cancel(str(error)))
+                self._act(job, job.sender.cancel(str(error)), now)
                 return
             self.num_bytes_pushed += len(push.source) * self._group_bytes(push.header.group)
         for message in actions.messages:
@@ -309,12 +319,14 @@ class PrefillPart:
             case Failed(reason=reason):
                 self.num_transfer_failures += 1
                 self._report(job, reason, is_retryable=True)
-                self._forget(job)
+                self._forget(job, now, reason)
                 self._tables.release(job.sequence)
             case Attached():
+                num_pushed = len(job.sequence.blocks) - job.first_missing
                 self.num_blocks_skipped += job.first_missing
-                self.num_blocks_pushed += len(job.sequence.blocks) - job.first_missing
-                self._forget(job)
+                self.num_blocks_pushed += num_pushed
+                job.timeline.count(blocks_pushed=num_pushed, blocks_skipped=job.first_missing)
+                self._forget(job, now)
                 self._tables.release(job.sequence)
 
     def _sealed(self, message: Message, job: Job) -> Message:
@@ -341,31 +353,32 @@ class PrefillPart:
             self._scheduler.add(job.sequence)
         for job in list(self._by_transfer.values()):
             if job.sender is not None:
-                self._act(job, job.sender.tick(now))
+                self._act(job, job.sender.tick(now), now)
 
     def lose(self, peer: Peer, now: float) -> None:
         """A dead router reads no tokens; to a dead decode worker nothing can be shipped, and the router is told."""
         for job in list(self._by_transfer.values()):
             if job.router == peer:
-                self._drop(job, "the router is gone")
+                self._drop(job, "the router is gone", now)
             elif job.task.decode == peer:
-                self._drop(job, "the decode worker is gone")
+                self._drop(job, "the decode worker is gone", now)
                 self._report(job, "the decode worker is gone", is_retryable=True)
 
-    def _abort(self, job: Job, request_id: RequestId) -> None:
+    def _abort(self, job: Job, request_id: RequestId, now: float) -> None:
         job.wanted.discard(request_id)
         if not job.wanted:
-            self._drop(job, "aborted by the client")
+            self._drop(job, "aborted by the client", now)
 
-    def _drop(self, job: Job, reason: str) -> None:
+    def _drop(self, job: Job, reason: str, now: float, is_done: bool = False) -> None:
         """End a request here without a word to the router."""
-        self._forget(job)
+        self._forget(job, now, "" if is_done else reason)
         self._tables.release(job.sequence)
         if job.sender is not None:
             for message in job.sender.cancel(reason).messages:
                 self._outbox.send(job.task.decode, message)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: Job, now: float, outcome: str = "") -> None:
+        self._outbox.note(job.timeline.ended(now, outcome))
         for choice in job.choices:
             del self._jobs[choice.request_id]
         del self._by_transfer[job.task.transfer_id]

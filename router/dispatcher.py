@@ -85,8 +85,7 @@ class Dispatcher:
         now = self._clock()
         for group, pair in zip(groups.values(), pairs, strict=True):
             self._begin(group, pair, now)
-            for entry in group:
-                self._metrics.placed(entry, now)
+            self._metrics.placed(group, now)
         return None
 
     def _place(self, group: Sequence[Entry], avoid: Sequence[Pair] = ()) -> Placement | NoCapacity:
@@ -179,6 +178,7 @@ class Dispatcher:
             case Tokens():
                 self._on_tokens(worker, message, now)
             case Heartbeat():
+                self._metrics.preempted(worker.load, message.load)
                 self.fleet.report(worker, message.load, now)
             case PromptLogprobs():
                 entry = self.ledger.find(message.request_id, worker.peer)

@@ -75,7 +75,9 @@ class Entry:
 
     ``may_restart`` is true where nothing reaches the client before the end (no streaming), so that a new
     attempt may begin whatever was received. ``moved_at`` is when the attempt began or last emitted a token,
-    ``end_reason`` why it is over for good. The prompt of a fork is computed for another choice.
+    ``end_reason`` why it is over for good. The prompt of a fork is computed for another choice. ``num_counted`` output
+    tokens are in the metrics, whatever attempt they came in; ``prefill_seconds`` is what the prefill worker took, if
+    it told.
     """
 
     request: Request
@@ -91,6 +93,9 @@ class Entry:
     first_token_at: float | None = None
     moved_at: float = 0.0
     end_reason: str | None = None
+    num_counted: int = 0
+    cached_tokens: int = 0
+    prefill_seconds: float | None = None
     gap_since: float | None = None
     ahead: dict[int, TokenDelta] = field(default_factory=dict)
 

@@ -4,13 +4,15 @@ The router's own counters and times carry the names that vLLM's dashboards know 
 ``model_name``); what the workers report comes as ``crossdock:worker_...``, with the labels ``worker`` and
 ``role``, from their last heartbeats and is put together only when somebody asks.
 
-Times are seen from the router. Its requests do not queue there, so ``request_queue_time_seconds`` is the time
-from arrival to the prefill worker's task (template and tokenizer), and ``request_prefill_time_seconds``, from
-there to the first token, holds the wait in the worker's queue too.
+The times of tokens are seen from the router, each once, whatever attempts a request takes. How long it queued, was
+computed and travelled is what the workers measured and sent with their first token, as durations. In the order of a
+request's life: ``crossdock:request_door_time_seconds`` here, then ``vllm:request_queue_time_seconds`` and
+``vllm:request_prefill_time_seconds`` of the prefill worker, ``crossdock:request_transfer_time_seconds`` (what the
+transfer adds after the last chunk), ``crossdock:request_decode_queue_time_seconds`` of the decode worker.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..core.messages import TokenDelta, WorkerLoad
+from ..core.messages import StageTimes, TokenDelta, WorkerLoad
 from ..core.sequence import FinishReason
 from .fleet import Fleet, Worker
 from .history import History, Totals
@@ -27,6 +29,9 @@ from .prefix_map import PrefixMap
 
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_STAGE = (0.0005, *_SHORT)
+_TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _BETWEEN_TOKENS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0)
 
 
@@ -44,7 +49,7 @@ class EndReason(StrEnum):
 
 
 class Histogram:
-    """Observed seconds by bucket. The router has one thread, and needs none of prometheus_client's locks a token."""
+    """Observed values by bucket. The router has one thread, and needs none of prometheus_client's locks a token."""
 
     def __init__(self, text: str, bounds: tuple[float, ...]) -> None:
         self.text = text
@@ -52,9 +57,9 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
     def cumulated(self) -> tuple[list[tuple[str, float]], float]:
         """The number of observations up to each bound, and the sum of all."""
@@ -75,6 +80,7 @@ class Counts:
     retries: int = 0
     refusals: int = 0
     deaths: int = 0
+    preemptions: int = 0
     ended: dict[EndReason, int] = field(default_factory=lambda: dict.fromkeys(EndReason, 0))
 
 
@@ -89,8 +95,17 @@ class RouterMetrics:
         self._inter_token = Histogram("Token to token", _BETWEEN_TOKENS)
         self._per_token = Histogram("Mean time a token after the first", _BETWEEN_TOKENS)
         self._whole = Histogram("Arrival to last token", _LONG)
-        self._queue = Histogram("Arrival to the prefill worker's task", _SHORT)
-        self._prefill = Histogram("Task sent to first token", _LONG)
+        self._door = Histogram("Arrival to the prefill worker's task: template and tokenizer", _STAGE)
+        self._queue = Histogram("On the prefill worker, until its first step", _LONG)
+        self._prefill = Histogram("First step to the computed prompt, on the prefill worker", _LONG)
+        self._transfer = Histogram("Computed prompt to its whole KV on the decode worker", _STAGE)
+        self._decode_queue = Histogram("On the decode worker, until its first step", _STAGE)
+        self._inference = Histogram("First step to last token", _LONG)
+        self._num_prompt = Histogram("Prompt tokens of finished requests", _TOKENS)
+        self._num_computed = Histogram("Prompt tokens that had to be computed, of finished requests", _TOKENS)
+        self._num_output = Histogram("Output tokens of finished requests", _TOKENS)
+        self._max_tokens = Histogram("What requests allowed as output", _TOKENS)
+        self._num_choices = Histogram("Choices of a prompt", _CHOICES)
         self._decode = Histogram("First to last token", _LONG)
         self._registry = CollectorRegistry()
 
@@ -101,27 +116,58 @@ class RouterMetrics:
             "vllm:inter_token_latency_seconds": self._inter_token,
             "vllm:request_time_per_output_token_seconds": self._per_token,
             "vllm:e2e_request_latency_seconds": self._whole,
+            "crossdock:request_door_time_seconds": self._door,
             "vllm:request_queue_time_seconds": self._queue,
             "vllm:request_prefill_time_seconds": self._prefill,
+            "crossdock:request_transfer_time_seconds": self._transfer,
+            "crossdock:request_decode_queue_time_seconds": self._decode_queue,
             "vllm:request_decode_time_seconds": self._decode,
+            "vllm:request_inference_time_seconds": self._inference,
+            "vllm:request_prompt_tokens": self._num_prompt,
+            "vllm:request_prefill_kv_computed_tokens": self._num_computed,
+            "vllm:request_generation_tokens": self._num_output,
+            "vllm:request_params_max_tokens": self._max_tokens,
+            "vllm:request_params_n": self._num_choices,
         }
 
-    def placed(self, entry: Entry, now: float) -> None:
-        """The first attempt of a request is on its way."""
-        self._queue.observe(now - entry.opened_at)
+    def placed(self, entries: Sequence[Entry], now: float) -> None:
+        """The first attempt of all choices of a prompt is on its way."""
+        self._num_choices.observe(len(entries))
+        for entry in entries:
+            self._door.observe(now - entry.opened_at)
+            self._max_tokens.observe(entry.request.max_tokens)
 
     def token(self, entry: Entry, delta: TokenDelta, now: float) -> None:
         """A token is about to be emitted; the times of the entry are still those of the one before it."""
-        if entry.first_token_at is None:
+        if delta.times is not None:
+            self._stages(entry, delta.times)
+        if delta.index < entry.num_counted:  # an earlier attempt had come so far
+            return
+        entry.num_counted += 1
+        if delta.index == 0:
+            entry.cached_tokens = delta.cached_tokens
             if not entry.is_fork:
                 self.counts.prompt_tokens += entry.request.num_prompt_tokens
                 self.counts.cached_tokens += delta.cached_tokens
             self._first_token.observe(now - entry.opened_at)
             self.history.ttft.observe(now - entry.opened_at, now)
-            self._prefill.observe(now - entry.moved_at)
         else:
             self._inter_token.observe(now - entry.moved_at)
         self.counts.generation_tokens += delta.token_id is not None
+
+    def _stages(self, entry: Entry, times: StageTimes) -> None:
+        if times.prefill_seconds is not None:
+            entry.prefill_seconds = times.prefill_seconds
+            self._queue.observe(times.queue_seconds)
+            self._prefill.observe(times.prefill_seconds)
+            return
+        self._decode_queue.observe(times.queue_seconds)
+        if times.transfer_seconds is not None:
+            self._transfer.observe(times.transfer_seconds)
+
+    def preempted(self, before: WorkerLoad, load: WorkerLoad) -> None:
+        """A worker's heartbeat follows its last one."""
+        self.counts.preemptions += load.total_preemptions - before.total_preemptions
 
     def ended(self, entry: Entry, reason: EndReason, now: float) -> None:
         self.counts.ended[reason] += 1
@@ -130,6 +176,11 @@ class RouterMetrics:
         self._whole.observe(now - entry.opened_at)
         decode_seconds = now - entry.first_token_at
         self._decode.observe(decode_seconds)
+        if entry.prefill_seconds is not None:
+            self._inference.observe(entry.prefill_seconds + decode_seconds)
+        self._num_prompt.observe(entry.request.num_prompt_tokens)
+        self._num_computed.observe(entry.request.num_prompt_tokens - entry.cached_tokens)
+        self._num_output.observe(len(entry.output_ids))
         if len(entry.output_ids) > 1:
             self._per_token.observe(decode_seconds / (len(entry.output_ids) - 1))
             self.history.tpot.observe(decode_seconds / (len(entry.output_ids) - 1), now)
@@ -160,6 +211,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Counts], int]]] = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in prefix caches", lambda counts: counts.prompt_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found in prefix caches", lambda counts: counts.cached_tokens),
     "vllm:generation_tokens": ("Output tokens", lambda counts: counts.generation_tokens),
+    "vllm:num_preemptions": ("Requests that gave their blocks back", lambda counts: counts.preemptions),
     "crossdock:request_retries": ("Attempts after a request's first", lambda counts: counts.retries),
     "crossdock:requests_refused": ("Requests refused for want of capacity", lambda counts: counts.refusals),
     "crossdock:worker_deaths": ("Workers that fell silent or were replaced", lambda counts: counts.deaths),

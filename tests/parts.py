@@ -13,6 +13,7 @@ from crossdock.core.prefix_cache import PrefixCache
 from crossdock.core.request import Fork, Request, RequestId, SamplingParams, pack_ids
 from crossdock.core.sequence import Chunk, Sequence, settle
 from crossdock.core.sequence import ChunkResult as Result
+from crossdock.core.stages import Stage
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
 NUM_GROUPS = 2
@@ -94,6 +95,7 @@ class Record:
     sent: list[tuple[Peer, Message]] = field(default_factory=list)
     pushed: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     deltas: list[TokenDelta] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
     is_link_down: bool = False
 
     def send(self, to: Peer, message: Message) -> None:
@@ -107,6 +109,9 @@ class Record:
     def emit(self, router: Peer, delta: TokenDelta) -> None:
         assert router == ROUTER
         self.deltas.append(delta)
+
+    def note(self, stages: list[Stage]) -> None:
+        self.stages += stages
 
     def take_sent(self) -> list[tuple[Peer, Message]]:
         sent, self.sent = self.sent, []

@@ -81,7 +81,7 @@ class Bench:
     def offer(self, wanted: Request, now: float = 0.0) -> list[Message]:
         return self.hear(offer_of(wanted), now)
 
-    def push(self, name: str, group: int, blocks: list[int], lease_id: int = 0) -> list[Message]:
+    def push(self, name: str, group: int, blocks: list[int], lease_id: int = 0, now: float = 0.0) -> list[Message]:
         push = Push(
             transfer_id=TransferId(f"t-{name}"),
             lease_id=LeaseId(lease_id),
@@ -90,7 +90,7 @@ class Bench:
             blocks=blocks,
             transport="tcp",
         )
-        return self.hear(push, sender=BULK, payload=bytes(len(blocks) * LAYOUT.layer_bytes))
+        return self.hear(push, now, sender=BULK, payload=bytes(len(blocks) * LAYOUT.layer_bytes))
 
     def arrive(self, wanted: Request, blocks: list[int], lease_id: int = 0) -> list[Message]:
         """Everything from the offer to the commit."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from crossdock.core.messages import Abort, Attached, Offer, PoolBooks, RequestFailed, TokenDelta
+from crossdock.core.messages import Abort, Attached, Offer, PoolBooks, RequestFailed, StageTimes, TokenDelta
 from crossdock.core.part import Delivery, Handover, StepBudget
 from crossdock.core.request import Request, RequestId, TransferId
 from crossdock.core.sequence import Chunk, ChunkResult, FinishReason, Sequence
@@ -27,7 +27,7 @@ class Bench:
         self.tables.grow(sequence, sequence.num_prompt)
         sequence.num_scheduled = sequence.num_computed = sequence.num_prompt
         sequence.append(first_token_id)
-        self.part.adopt(Handover(sequence, ROUTER))
+        self.part.adopt(Handover(sequence, ROUTER, ready_at=0.0))
         return sequence
 
     def plan(self) -> list[Chunk]:
@@ -49,7 +49,8 @@ class Bench:
 
 
 def token(name: str, index: int, token_id: int, finish: FinishReason | None = None) -> TokenDelta:
-    return TokenDelta(RequestId(name), index, token_id, finish)
+    times = StageTimes(0.0) if index == 1 else None
+    return TokenDelta(RequestId(name), index, token_id, finish, times=times)
 
 
 def test_a_request_yields_a_token_a_step_from_index_one_on_and_leaves_nothing_behind() -> None:

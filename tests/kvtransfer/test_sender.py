@@ -64,9 +64,14 @@ def push(group: int, source: range, blocks: list[int]) -> PushBlocks:
     return PushBlocks(header, source)
 
 
-def commit(num_block_groups: int, token_id: int = 77) -> Commit:
+def commit(num_block_groups: int, exposed_seconds: float = 0.0) -> Commit:
     return Commit(
-        transfer_id=T, lease_id=LeaseId(4), generation=2, num_block_groups=num_block_groups, first_token_ids=[token_id]
+        transfer_id=T,
+        lease_id=LeaseId(4),
+        generation=2,
+        num_block_groups=num_block_groups,
+        first_token_ids=[77],
+        exposed_seconds=exposed_seconds,
     )
 
 
@@ -96,7 +101,7 @@ def test_a_reservation_after_the_end_of_prefill_gets_all_pushes_and_the_commit()
     assert sender.finish([77], 0.6) == NOTHING
     actions = sender.handle(reservation(first_missing=1, blocks=(20, 21)), 1.0)
     assert actions.pushes == (push(0, range(1, 3), [20, 21]), push(1, range(1, 3), [20, 21]))
-    assert actions.messages == (commit(4),)
+    assert actions.messages == (commit(4, exposed_seconds=1.0 - 0.6),)
 
 
 def test_finish_alone_pushes_everything() -> None:
@@ -152,7 +157,8 @@ def test_the_commit_is_repeated_and_given_up() -> None:
     sender = reserved_sender()
     sender.finish([77], 2.0)
     assert sender.tick(5.9) == NOTHING
-    assert [sender.tick(2.0 + 4.0 * i).messages for i in range(1, 6)] == [(commit(6),)] * 5
+    repeated = [sender.tick(2.0 + 4.0 * i).messages for i in range(1, 6)]
+    assert repeated == [(commit(6, exposed_seconds=4.0 * i),) for i in range(1, 6)]
     assert sender.tick(2.0 + 12.0 * COMMIT_LEASES) == cancelled("no answer to the commit")
 
 

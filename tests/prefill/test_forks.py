@@ -10,6 +10,7 @@ from crossdock.core.messages import (
     Peer,
     PromptLogprobs,
     RequestFailed,
+    StageTimes,
     TokenDelta,
 )
 from crossdock.core.request import RequestId, TokenLogprobs, TransferId
@@ -52,12 +53,12 @@ def committed(bench: Bench) -> list[int | None]:
 def test_one_prompt_and_one_transfer_give_a_first_token_to_every_choice() -> None:
     bench = Bench()
     bench.task(WANTED)
-    scored = TokenLogprobs(-1.5)
+    scored, times = TokenLogprobs(-1.5), StageTimes(0.0, prefill_seconds=0.0)
     draw(bench, 501, STOP, logprobs=scored)
     assert bench.outbox.deltas == [
-        TokenDelta(RequestId("a"), 0, FIRST, logprobs=scored),
-        TokenDelta(RequestId("a1"), 0, 501, logprobs=scored),
-        TokenDelta(RequestId("a2"), 0, STOP, FinishReason.STOP, logprobs=scored),
+        TokenDelta(RequestId("a"), 0, FIRST, logprobs=scored, times=times),
+        TokenDelta(RequestId("a1"), 0, 501, logprobs=scored, times=times),
+        TokenDelta(RequestId("a2"), 0, STOP, FinishReason.STOP, logprobs=scored, times=times),
     ]
     assert bench.outbox.take_sent() == [offer("a", WANTED)]
     bench.answer(reservation([5, 6]))

@@ -21,6 +21,7 @@ from crossdock.core.messages import (
     RequestFailed,
     Reservation,
     Revoke,
+    StageTimes,
     TokenDelta,
 )
 from crossdock.core.part import Delivery, Handover, StepBudget
@@ -126,8 +127,11 @@ def failed(reason: str, is_retryable: bool = True) -> tuple[Peer, Message]:
     )
 
 
-def first_token(cached: int = 0) -> TokenDelta:
-    return TokenDelta(RequestId("a"), 0, FIRST, cached_tokens=cached)
+def first_token(
+    cached: int = 0, token_id: int | None = FIRST, finish: FinishReason | None = None, prefill_seconds: float = 0.0
+) -> TokenDelta:
+    times = StageTimes(0.0, prefill_seconds)
+    return TokenDelta(RequestId("a"), 0, token_id, finish, cached_tokens=cached, times=times)
 
 
 # --- computed and decoded here -----------------------------------------------------------------
@@ -242,7 +246,7 @@ def test_one_token_is_one_token_and_nothing_is_shipped(decode: Peer) -> None:
     bench = Bench()
     bench.task(request("a", 16, max_tokens=1), decode)
     bench.compute()
-    assert bench.outbox.deltas == [TokenDelta(RequestId("a"), 0, FIRST, FinishReason.LENGTH)]
+    assert bench.outbox.deltas == [first_token(finish=FinishReason.LENGTH)]
     assert (bench.outbox.sent, bench.handed_over, bench.part.num_requests) == ([], [], 0)
     assert bench.books == free(8, cached=1)
 
@@ -254,7 +258,7 @@ def test_without_tokens_the_prompt_alone_is_computed(decode: Peer) -> None:
     (chunk,) = bench.plan()
     assert not chunk.samples
     bench.finish([chunk])
-    assert bench.outbox.deltas == [TokenDelta(RequestId("a"), 0, None, FinishReason.LENGTH)]
+    assert bench.outbox.deltas == [first_token(token_id=None, finish=FinishReason.LENGTH)]
     assert (bench.outbox.sent, bench.handed_over, bench.books) == ([], [], free(8, cached=1))
 
 
@@ -265,7 +269,7 @@ def test_a_first_token_that_stops_the_request_is_not_committed() -> None:
     bench.answer(reservation([4]))
     bench.outbox.take_sent()
     bench.finish([chunk])
-    assert bench.outbox.deltas == [TokenDelta(RequestId("a"), 0, FIRST, FinishReason.STOP)]
+    assert bench.outbox.deltas == [first_token(finish=FinishReason.STOP)]
     assert bench.outbox.sent == [cancel("the first token ended the request")]
     assert (bench.part.num_requests, bench.books) == (0, free(8, cached=1))
 
@@ -458,5 +462,5 @@ def test_a_first_token_that_completes_a_grammar_ends_the_request() -> None:
     (chunk,) = bench.plan()
     bench.part.apply([(chunk, ChunkResult(FIRST, is_complete=True))], 0.0)
     bench.tables.step_done(chunk)
-    assert bench.outbox.deltas == [TokenDelta(RequestId("a"), 0, FIRST, FinishReason.STOP)]
+    assert bench.outbox.deltas == [first_token(finish=FinishReason.STOP)]
     assert (bench.handed_over, bench.part.num_requests) == ([], 0)

@@ -36,6 +36,7 @@ from crossdock.core.part import Delivery, Part, TransferFailed, no_checksums
 from crossdock.core.prefix_cache import PrefixCache
 from crossdock.core.request import Request, RequestId, TransferId
 from crossdock.core.sequence import FinishReason
+from crossdock.core.stages import Stage
 from crossdock.decode.part import DecodePart
 from crossdock.kvtransfer.links import Links
 from crossdock.kvtransfer.pool_bytes import PoolBytes
@@ -87,7 +88,8 @@ class SimulatedWorker:
             vocab_size=VOCAB_SIZE,
             num_layer_groups=NUM_LAYERS,
         )
-        self.outbox = Outgoing(cast(Mailbox, self))
+        self.stages: list[Stage] = []
+        self.outbox = Outgoing(cast(Mailbox, self), self.stages.extend)
         self.outbox.links = cast(Links, self)
         self.decode = DecodePart(
             self.card,

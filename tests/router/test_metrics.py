@@ -12,6 +12,7 @@ from crossdock.core.messages import (
     PoolBooks,
     PromptLogprobs,
     Role,
+    StageTimes,
     TokenDelta,
     WorkerCard,
     WorkerLoad,
@@ -76,10 +77,13 @@ def entry(opened_at: float = 0.0) -> Entry:
     return Entry(request, 0, Nowhere(), opened_at)
 
 
-def play(exported: Exported, open_entry: Entry, times: list[float], cached_tokens: int = 0) -> None:
-    """Emit a token at each time, as the dispatcher does."""
+def play(
+    exported: Exported, open_entry: Entry, times: list[float], cached_tokens: int = 0, *stages: StageTimes
+) -> None:
+    """Emit a token at each time, as the dispatcher does; the first of them bring ``stages``."""
     for index, now in enumerate(times):
-        delta = TokenDelta(request_id=RequestId("r"), index=index, token_id=3, cached_tokens=cached_tokens)
+        told = stages[index] if index < len(stages) else None
+        delta = TokenDelta(request_id=RequestId("r"), index=index, token_id=3, cached_tokens=cached_tokens, times=told)
         open_entry.accept(delta, now)
         exported.metrics.token(open_entry, delta, now)
         open_entry.first_token_at = times[0]
@@ -89,14 +93,19 @@ def play(exported: Exported, open_entry: Entry, times: list[float], cached_token
 def test_the_times_of_a_request_are_taken_at_its_tokens() -> None:
     exported, open_entry = Exported(), entry(opened_at=10.0)
     open_entry.moved_at = 10.25
-    exported.metrics.placed(open_entry, now=10.25)
-    play(exported, open_entry, [11.0, 11.5, 12.0, 13.0], cached_tokens=16)
+    exported.metrics.placed([open_entry], now=10.25)
+    at_prefill, at_decode = StageTimes(0.125, 0.5), StageTimes(0.0625, transfer_seconds=0.25)
+    play(exported, open_entry, [11.0, 11.5, 12.0, 13.0], 16, at_prefill, at_decode)
     exported.metrics.ended(open_entry, EndReason.STOP, now=13.0)
     found = exported.samples()
     sums = {
-        "vllm:request_queue_time_seconds_sum": 0.25,
+        "crossdock:request_door_time_seconds_sum": 0.25,
+        "vllm:request_queue_time_seconds_sum": 0.125,
+        "vllm:request_prefill_time_seconds_sum": 0.5,
+        "crossdock:request_transfer_time_seconds_sum": 0.25,
+        "crossdock:request_decode_queue_time_seconds_sum": 0.0625,
+        "vllm:request_inference_time_seconds_sum": 2.5,
         "vllm:time_to_first_token_seconds_sum": 1.0,
-        "vllm:request_prefill_time_seconds_sum": 0.75,
         "vllm:inter_token_latency_seconds_sum": 2.0,
         "vllm:inter_token_latency_seconds_count": 3,
         "vllm:request_decode_time_seconds_sum": 2.0,
@@ -106,10 +115,33 @@ def test_the_times_of_a_request_are_taken_at_its_tokens() -> None:
         "vllm:prefix_cache_queries_total": 40,
         "vllm:prefix_cache_hits_total": 16,
         "vllm:generation_tokens_total": 4,
+        "vllm:request_prompt_tokens_sum": 40,
+        "vllm:request_prefill_kv_computed_tokens_sum": 24,
+        "vllm:request_generation_tokens_sum": 4,
+        "vllm:request_params_max_tokens_sum": 5,
+        "vllm:request_params_n_sum": 1,
     }
     assert {name: found[(name,)] for name in sums} == sums
     assert found[("vllm:request_time_per_output_token_seconds_sum",)] == pytest.approx(2 / 3)
     assert found[("vllm:request_success_total", "stop")] == 1
+
+
+def test_a_request_that_begins_again_tells_each_token_once() -> None:
+    exported, open_entry = Exported(), entry(opened_at=10.0)
+    play(exported, open_entry, [11.0, 11.5], cached_tokens=16)
+    open_entry.forget_output()
+    play(exported, open_entry, [13.0, 13.25, 13.5])
+    found = exported.samples()
+    told = {
+        "vllm:time_to_first_token_seconds_count": 1,
+        "vllm:time_to_first_token_seconds_sum": 1.0,
+        "vllm:inter_token_latency_seconds_count": 2,
+        "vllm:inter_token_latency_seconds_sum": 0.75,
+        "vllm:prompt_tokens_total": 40,
+        "vllm:prompt_tokens_cached_total": 16,
+        "vllm:generation_tokens_total": 3,
+    }
+    assert {name: found[(name,)] for name in told} == told
 
 
 @pytest.mark.parametrize("reason", [EndReason.ABORT, EndReason.ERROR])
