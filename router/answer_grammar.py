@@ -31,12 +31,11 @@ def answer_grammar(body: ChatCompletionRequest, text: TextModel, thought_begun: 
     if is_free or (use is None and text.syntax.thoughts is None):
         return wanted
     parts = _schemas(use, text) if use is not None else {}
-    has_form = wanted is not None and (use is None or not use.must_call)
-    if wanted is not None and has_form:
+    if wanted is not None:
         parts["form"] = text.grammars.admit(wanted.grammar, wanted.field)
     rules = _Rules(text)
-    lark = "\n".join([*rules.start(thought_begun), *rules.answer(use, has_form)]) + _TERMINALS
-    return WantedGrammar(_joined(lark, parts), wanted.field if wanted is not None and has_form else "tools")
+    lark = "\n".join([*rules.start(thought_begun), *rules.answer(use, has_form=wanted is not None)]) + _TERMINALS
+    return WantedGrammar(_joined(lark, parts), "tools" if wanted is None else wanted.field)
 
 
 def _schemas(use: ToolUse, text: TextModel) -> dict[str, str]:

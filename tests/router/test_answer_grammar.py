@@ -122,6 +122,7 @@ def test_an_answer_of_a_given_form_may_be_calls_instead(template: str, write: An
     for written in (ROME, call):
         assert allows(text, written, **BOTH, **FORM)
     assert not allows(text, "Rome", **BOTH, **FORM)
+    assert allows(text, write(("now", NONE)), **REQUIRED, **FORM)
     assert not allows(text, ROME, **REQUIRED, **FORM)
     assert not allows(text, call, **FORM)
 
@@ -167,6 +168,18 @@ def test_a_thought_comes_before_the_form_and_before_calls() -> None:
         assert not allows(begun, written, **fields)
         silent = {"chat_template_kwargs": {"enable_thinking": False}}
         assert allows(thinks, written, **fields, **silent)
+
+
+@pytest.mark.parametrize(
+    "form", [{"guided_regex": "[a-c]+"}, {"guided_choice": ["a", "cab"]}, {"guided_grammar": 'start: "cab"'}]
+)
+def test_every_kind_of_form_may_follow_a_thought_or_give_way_to_calls(form: Json) -> None:
+    thinks = model(QWEN_THINKING)
+    assert allows(thinks, "<think>Hm.</think>cab", **form)
+    assert not allows(thinks, "<think>Hm.</think>dab", **form)
+    assert allows(thinks, hermes(("now", NONE)), **form, **BOTH)
+    with pytest.raises(ApiError, match="guided_regex"):
+        choice(thinks, guided_regex="(", **REQUIRED)
 
 
 def test_the_marks_of_a_thought_may_be_special_tokens() -> None:
