@@ -104,4 +104,4 @@ class History:
     def since(self, number: int) -> Iterator[Point]:
         """The points with this number and higher that are still here, in order."""
         first = self.num_points - len(self._points)
-        return islice(self._points, max(0, number - first), None)
+        return islice(self._points, min(max(0, number - first), len(self._points)), None)

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -156,6 +157,9 @@ def _fields(place: Sequence[str | int]) -> list[str]:
 _TYPE_NAMES = {"str", "int", "float", "bool", "none", "TextPart"}
 
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+
 async def _answer_api_error(request: Request, error: ApiError) -> Response:
     """The error stays in the request's state, for whoever tells of the request after its end."""
     request.state.error = error
@@ -168,8 +172,19 @@ async def _answer_validation(request: Request, error: RequestValidationError) ->
 
 async def _answer_http(request: Request, error: HTTPException) -> Response:
     kind = INVALID_REQUEST if error.status_code < 500 else SERVER_ERROR
-    told = ApiError(error.status_code, str(error.detail), type=kind, headers=error.headers)
+    headers = {"allow": ", ".join(_methods_of(request))} if error.status_code == 405 else error.headers
+    told = ApiError(error.status_code, str(error.detail), type=kind, headers=headers)
     return await _answer_api_error(request, told)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """What any route does with the request's path; Starlette names the methods of the first route alone."""
+    scopes = [{**request.scope, "method": method} for method in _METHODS]
+    return [
+        scope["method"]
+        for scope in scopes
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    ]
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:

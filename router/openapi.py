@@ -61,7 +61,8 @@ def failures(*errors: int) -> Answers:
 def _event_schema(event: type[BaseModel]) -> dict[str, Any]:
     """A server-sent event whose data is JSON; the last of a stream that ends well is ``[DONE]``."""
     schema = {"$ref": f"#/components/schemas/{event.__name__}"}
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    content = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    data = {"anyOf": [{"const": "[DONE]"}, content]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 

@@ -41,7 +41,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A worker that prefills and decodes, for clients that measure and need the model's folder for that."""
     log = tmp_path_factory.mktemp("clients") / "log"
-    with serving(small_model, log, "--mixed", "1", "--served-model-name", "small") as server:
+    flags = ("--mixed", "1", "--served-model-name", "small", "--pooling", "mean", "--max-model-len", "512")
+    with serving(small_model, log, *flags) as server:
         yield server
 
 
@@ -49,10 +50,10 @@ def small_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def run_tool() -> RunTool:
     """Run a program of the clients' environment; what it printed."""
 
-    def run(*command: str, stdin: str = "") -> str:
+    def run(*command: str, stdin: str = "", seconds: float = 100) -> str:
         assert BIN.is_dir(), "the clients are not installed: run `make clients`"
         line = [str(BIN / command[0]), *command[1:]]
-        done = subprocess.run(line, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=100)
+        done = subprocess.run(line, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=seconds)
         assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

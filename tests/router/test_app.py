@@ -255,6 +255,15 @@ async def test_unknown_paths_and_methods_answer_in_openai_s_form(client: httpx.A
     assert (await client.get("/v1/completions")).status_code == 405
 
 
+async def test_a_method_that_is_not_there_hears_of_all_that_are(client: httpx.AsyncClient) -> None:
+    for path, allowed in {
+        "/v1/completions": "POST",
+        "/v1/responses/x": "GET, HEAD, DELETE",
+        "/health": "GET, HEAD",
+    }.items():
+        assert (await client.request("PATCH", path)).headers["allow"] == allowed
+
+
 async def test_models_are_listed_and_found_by_name(cluster: "Cluster", client: httpx.AsyncClient) -> None:
     await cluster.add(Role.MIXED)
     listed = (await client.get("/v1/models")).json()

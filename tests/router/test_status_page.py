@@ -57,7 +57,7 @@ def test_the_oldest_points_are_forgotten_and_the_numbers_go_on() -> None:
         history.sample(0, 0, now=float(second))
     assert (history.num_points, len(list(history.since(0)))) == (NUM_POINTS + 10, NUM_POINTS)
     assert [point.at for point in history.since(NUM_POINTS + 8)] == [NUM_POINTS + 9, NUM_POINTS + 10]
-    assert list(history.since(NUM_POINTS + 10)) == []
+    assert list(history.since(NUM_POINTS + 10)) == list(history.since(10**30)) == []
 
 
 # --- /status.json ----------------------------------------------------------------------------------
