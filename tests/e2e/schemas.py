@@ -7,7 +7,7 @@ from typing import Any
 Json = dict[str, Any]
 WORDS = ("name", "age", "city", "tags", "size", "owner", "is_open", "price", "kind", "note", "from", "to")
 PATTERNS = ("^[A-Z][a-z]{1,6}$", "^[0-9]{3}-[0-9]{2}$", "^(red|green|blue)$", "^#[0-9a-f]{6}$")
-FORMATS = ("date", "ipv4", "uuid", "time")
+FORMATS = ("date", "ipv4", "uuid")
 MAX_DEPTH = 3
 
 
