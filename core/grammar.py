@@ -24,7 +24,10 @@ MAX_MESSAGE_CHARS = 400
 MAX_STEP_ITEMS = 10_000
 """Of the parser for one mask, about 3 µs each: a grammar so ambiguous that it needs more would hold others up."""
 
-_LIMITS = LLParserLimits(verbose_errors=False, step_max_items=MAX_STEP_ITEMS)
+MAX_LEXER_STATES = 50_000
+"""Of one matcher, up to 2 kB each."""
+
+_LIMITS = LLParserLimits(verbose_errors=False, step_max_items=MAX_STEP_ITEMS, max_lexer_states=MAX_LEXER_STATES)
 _QUIET = 0
 _ESCAPE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _MULTIPLE = re.compile(

@@ -23,10 +23,11 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from ..core.grammar import BadGrammar, GrammarCompiler, Vocabulary, in_short
-from ..core.sequence import Chunk, ChunkResult, Draw, Sequence
+from ..core.sequence import Chunk, ChunkResult, Sequence
 from .sampler import TokenMasks
 
-MAX_COMPILED = 128
+MAX_KEPT_BYTES = 512 << 10
+"""Of the texts of grammars that stay compiled for whoever wants them next; compiled they take a hundred times more."""
 NUM_COMPILING = 2
 NUM_THREADS = 4
 
@@ -35,17 +36,30 @@ Bits = NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """``matcher`` has consumed the first ``num_consumed`` output tokens of a sequence."""
+    """Of one sequence: its grammar, compiled or on the way, and a matcher after ``num_consumed`` output tokens."""
 
-    matcher: LLMatcher
+    outcome: "Future[LLMatcher]"
+    matcher: LLMatcher | None = None
     num_consumed: int = 0
+
+    def before(self, chunk: Chunk) -> LLMatcher:
+        """The matcher after the output tokens before the one that the chunk samples. Raises `BadGrammar`."""
+        if self.matcher is None or self.num_consumed != chunk.output_index:
+            self.matcher = self.outcome.result().deep_copy()
+            consume(self.matcher, chunk.sequence.output_ids[: chunk.output_index])
+            self.num_consumed = chunk.output_index
+        return self.matcher
 
 
 class Grammars:
     """The grammars of one engine. ``wake`` is called, from another thread, when one has been compiled."""
 
     def __init__(
-        self, load_vocabulary: Callable[[], Vocabulary], vocab_size: int, wake: Callable[[], None] = lambda: None
+        self,
+        load_vocabulary: Callable[[], Vocabulary],
+        vocab_size: int,
+        wake: Callable[[], None] = lambda: None,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         """The vocabulary is loaded when the first grammar comes; it may raise ``ValueError``."""
         self.vocab_size = vocab_size
@@ -55,19 +69,21 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "grammar")
         self._masking: LLExecutor | None = None
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._kept: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._num_kept_bytes = 0
+        self._max_kept_bytes = max_kept_bytes
         self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
 
     def may_run(self, sequence: Sequence) -> bool:
         """Whether its grammar is compiled, well or badly, and its tokens are known; begins to compile what is new."""
-        grammar = sequence.request.params.grammar
-        return not grammar or (sequence.num_pending == 0 and self._outcome(grammar).done())
+        if not sequence.request.params.grammar:
+            return True
+        return sequence.num_pending == 0 and self.state_of(sequence).outcome.done()
 
     def may_run_at_once(self, sequence: Sequence) -> bool:
         """The same, for who has nothing else to do than to wait for the compilation."""
-        grammar = sequence.request.params.grammar
-        if grammar:
-            self._outcome(grammar).exception()
+        if sequence.request.params.grammar:
+            self.state_of(sequence).outcome.exception()
         return self.may_run(sequence)
 
     def begin(self, chunks: Iterable[Chunk | None]) -> "ConstrainedStep | None":
@@ -80,15 +96,24 @@ class Grammars:
 
     # --- compiling -----------------------------------------------------------------------------
 
-    def _outcome(self, grammar: str) -> "Future[LLMatcher]":
+    def state_of(self, sequence: Sequence) -> _State:
+        """The sequence's own, for as long as it lives."""
         with self._lock:
-            outcome = self._compiled.get(grammar)
-            if outcome is None:
-                outcome = self._compiled[grammar] = self._compiling.submit(self._compile, grammar)
-                outcome.add_done_callback(lambda _: self._wake())
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
+            state = self._states.get(sequence)
+            if state is None:
+                state = self._states[sequence] = _State(self._outcome(sequence.request.params.grammar))
+        return state
+
+    def _outcome(self, grammar: str) -> "Future[LLMatcher]":
+        outcome = self._kept.get(grammar)
+        if outcome is None:
+            outcome = self._kept[grammar] = self._compiling.submit(self._compile, grammar)
+            outcome.add_done_callback(lambda _: self._wake())
+            self._num_kept_bytes += len(grammar)
+            while self._num_kept_bytes > self._max_kept_bytes:
+                self._num_kept_bytes -= len(self._kept.popitem(last=False)[0])
+        else:
+            self._kept.move_to_end(grammar)
         return outcome
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -100,19 +125,7 @@ class Grammars:
                 raise BadGrammar(f"the vocabulary of this model can't be read: {error}") from error
         return compiler.compile(grammar)
 
-    # --- states --------------------------------------------------------------------------------
-
-    def state_of(self, chunk: Chunk) -> _State:
-        """After the output tokens before the one that the chunk samples. Raises `BadGrammar`."""
-        sequence, num_output = chunk.sequence, chunk.output_index
-        with self._lock:
-            state = self._states.get(sequence)
-        if state is None or state.num_consumed != num_output:
-            state = _State(self._outcome(sequence.request.params.grammar).result().deep_copy())
-            _consume(state, sequence.output_ids[:num_output])
-            with self._lock:
-                self._states[sequence] = state
-        return state
+    # --- masks ---------------------------------------------------------------------------------------
 
     def fill(self, matchers: Seq[LLMatcher]) -> Bits:
         """The tokens that each allows next, ``[n, ceil(vocab_size / 32)]``, one bit a token."""
@@ -137,18 +150,11 @@ class Grammars:
         return left if left.any() else bits
 
 
-def _consume(state: _State, token_ids: Seq[int]) -> None:
-    """Raises `BadGrammar` for tokens that the grammar does not allow there."""
-    if token_ids and state.matcher.try_consume_tokens(list(token_ids)) != len(token_ids):
-        raise BadGrammar(f"the output left it: {in_short(state.matcher.get_error())}")
-    state.num_consumed += len(token_ids)
-
-
-def _settled_fork(state: _State, draw: Draw) -> Draw:
-    """``state`` is that before the token, and stays so; the fork's own is made when its sequence first runs."""
-    own = _State(state.matcher.deep_copy(), state.num_consumed)
-    _consume(own, [draw.token_id])
-    return replace(draw, is_complete=own.matcher.is_stopped())
+def consume(matcher: LLMatcher, token_ids: list[int]) -> bool:
+    """Whether nothing may follow these tokens. Raises `BadGrammar` for tokens that the grammar does not allow there."""
+    if token_ids and matcher.try_consume_tokens(token_ids) != len(token_ids):
+        raise BadGrammar(f"the output left it: {in_short(matcher.get_error())}")
+    return matcher.is_stopped()
 
 
 @dataclass(slots=True, eq=False)
@@ -157,20 +163,19 @@ class ConstrainedStep:
 
     grammars: Grammars
     rows: dict[int, Chunk]
-    states: dict[int, _State] = field(default_factory=dict)
+    matchers: dict[int, LLMatcher] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
 
     def masks(self) -> TokenMasks:
         """What each row may sample. One whose grammar can't be followed may sample anything, and fails when settled."""
         for row, chunk in self.rows.items():
             try:
-                self.states[row] = self.grammars.state_of(chunk)
+                self.matchers[row] = self.grammars.state_of(chunk.sequence).before(chunk)
             except BadGrammar as error:
                 self.failures[row] = str(error)
-        rows = list(self.states)
-        bits = self.grammars.fill([self.states[row].matcher for row in rows])
-        for place, row in enumerate(rows):
-            matcher = self.states[row].matcher
+        rows = list(self.matchers)
+        bits = self.grammars.fill(list(self.matchers.values()))
+        for place, (row, matcher) in enumerate(self.matchers.items()):
             if matcher.is_error():
                 self.failures[row] = f"the grammar can't be followed any further: {in_short(matcher.get_error())}"
                 bits[place] = -1
@@ -191,11 +196,15 @@ class ConstrainedStep:
             return result
         assert result.token_id is not None, "a constrained row samples"
         if row not in self.failures:
-            state = self.states[row]
+            matcher, state = self.matchers[row], self.grammars.state_of(self.rows[row].sequence)
             try:
-                forks = tuple(_settled_fork(state, draw) for draw in result.forks)
-                _consume(state, [result.token_id])
-                return replace(result, is_complete=state.matcher.is_stopped(), forks=forks)
+                # a fork's own matcher is made when its sequence first runs
+                ends = [consume(matcher.deep_copy(), [draw.token_id]) for draw in result.forks]
+                is_complete = consume(matcher, [result.token_id])
+                state.num_consumed += 1
             except BadGrammar as error:
                 self.failures[row] = str(error)
+            else:
+                forks = tuple(replace(draw, is_complete=end) for draw, end in zip(result.forks, ends, strict=True))
+                return replace(result, is_complete=is_complete, forks=forks)
         return ChunkResult(None, failure=self.failures[row])

@@ -4,6 +4,7 @@ What JSON Schema and regular expressions mean here is llguidance's affair: what 
 has one way of white space, that of Python's ``json.dumps``: given the choice, a small model hardly ever ends it.
 """
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -135,7 +136,7 @@ class GrammarDoor:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._outcomes: OrderedDict[str, Future[None]] = OrderedDict()
+        self._outcomes: OrderedDict[bytes, Future[None]] = OrderedDict()
         self._lock = threading.Lock()
         self._may_compile = threading.BoundedSemaphore(NUM_COMPILING)
 
@@ -150,14 +151,15 @@ class GrammarDoor:
         return grammar
 
     def _outcome(self, grammar: str) -> "Future[None]":
+        key = hashlib.blake2b(grammar.encode(), digest_size=32).digest()
         with self._lock:
-            outcome = self._outcomes.get(grammar)
+            outcome = self._outcomes.get(key)
             if outcome is None:
-                outcome = self._outcomes[grammar] = Future()
+                outcome = self._outcomes[key] = Future()
                 if len(self._outcomes) > MAX_REMEMBERED:
                     self._outcomes.popitem(last=False)
                 threading.Thread(target=self._compile, args=(grammar, outcome), name="grammar", daemon=True).start()
-            self._outcomes.move_to_end(grammar)
+            self._outcomes.move_to_end(key)
         return outcome
 
     def _compile(self, grammar: str, outcome: "Future[None]") -> None:

@@ -247,6 +247,20 @@ def test_a_compilation_that_takes_long_does_not_hold_up_another() -> None:
     grammars.close()
 
 
+def test_more_grammars_than_are_kept_all_get_their_turn() -> None:
+    """Whoever lives holds its own grammar, so that nobody waits for what another one has pushed out."""
+    grammars = Grammars(vocabulary, VOCAB_SIZE, max_kept_bytes=200)
+    sequences = [waiting(regex_grammar(f"a{n}b")) for n in range(20)]
+    deadline = time.monotonic() + 20
+    while sum(grammars.may_run(sequence) for sequence in sequences) < len(sequences):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for number, sequence in enumerate(sequences):
+        walk(grammars, sequence, Random(0))
+        assert decode(sequence.output_ids) == f"a{number}b"
+    grammars.close()
+
+
 # --- in an engine ----------------------------------------------------------------------------------
 
 MakeExecutor = Callable[[EnginePlan, int], BuiltEngine]
