@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 TORCH_FREE = {"core", "kvtransfer", "prefill", "decode", "router", "deploy", "crossdock", "benchmarks", *COMMANDS}
 WITH_TORCH = (
     *("benchmarks.cpu", "benchmarks.model_export", "benchmarks.gpu", "benchmarks.offline_engine"),
-    *("kvtransfer.cuda_ipc", "kvtransfer.cuda_memory", "kvtransfer.device_pool"),
+    *("benchmarks.transfer", "kvtransfer.cuda_ipc", "kvtransfer.cuda_memory", "kvtransfer.device_pool"),
 )
 LOAD_CLIENT = ("bench", "load", "report", "sse_client", "stream_meter", "traces", "workload")
 MAX_FILE_LINES = 500
