@@ -1,6 +1,7 @@
 """Structured output with real processes: it conforms in every mode and through preemption, and hurts nobody."""
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -89,6 +90,13 @@ def test_what_is_said_conforms(alone: list[Answer]) -> None:
 def test_a_grammar_that_is_complete_ends_the_request_whatever_eos_and_min_tokens_say(cramped: Server) -> None:
     answer = ask(cramped, **{**HELLO, "guided_regex": "ab", "ignore_eos": True, "min_tokens": 20})
     assert (answer.text, answer.only.finish_reason) == ("ab", "stop")
+
+
+def test_all_choices_of_a_prompt_conform(cramped: Server) -> None:
+    answer = ask(cramped, **{**HELLO, "n": 3, "seed": 1, "guided_regex": "[a-z]{20}AB"})
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 3
+    assert [re.fullmatch("[a-z]{20}AB", choice.text) is None for choice in answer.choices] == [False] * 3
+    assert len({choice.text for choice in answer.choices}) == 3
 
 
 def test_a_stream_is_cut_at_max_tokens_in_the_midst_of_its_grammar(cramped: Server) -> None:
