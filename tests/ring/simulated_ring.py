@@ -35,7 +35,7 @@ from crossdock.core.messages import (
 from crossdock.core.part import Delivery, Part, TransferFailed, no_checksums
 from crossdock.core.prefix_cache import PrefixCache
 from crossdock.core.request import Request, RequestId, TransferId
-from crossdock.core.sequence import FinishReason
+from crossdock.core.sequence import FinishReason, Sequence
 from crossdock.core.stages import Stage
 from crossdock.decode.part import DecodePart
 from crossdock.kvtransfer.links import Links
@@ -51,6 +51,11 @@ from .network import NO_FAULTS, Faults, Network
 ROUTER = Peer("tcp://router", Incarnation("router"))
 LEASE_SECONDS = 2.0
 KEY = b"key"
+
+
+def may_run(sequence: Sequence) -> bool:
+    """With a grammar a step needs all tokens before it."""
+    return not sequence.request.params.grammar or sequence.num_pending == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class SimulatedWorker:
             self.memory.group_bytes,
             self.memory.land,
             LEASE_SECONDS,
+            may_run,
             checksums=self.memory.checksums,
         )
         self.prefill = PrefillPart(
@@ -108,6 +114,7 @@ class SimulatedWorker:
             self.decode.adopt,
             lambda: self.decode.num_held_back,
             LEASE_SECONDS,
+            may_run,
             checksums=self.memory.checksums if ring.corruption else no_checksums,
         )
         self.parts: tuple[Part, Part] = (self.decode, self.prefill)

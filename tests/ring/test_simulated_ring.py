@@ -54,7 +54,10 @@ def random_shape(random: Random) -> Shape:
 
 
 def random_request(random: Random, number: int, shape: Shape) -> Request:
-    """Prompts share beginnings; some ask for nothing, for one token, for several choices, or stop somewhere."""
+    """Prompts share beginnings; some ask for nothing, for one token, for several choices, or stop somewhere.
+
+    Each third has a grammar.
+    """
     capacity = min(shape.num_blocks * shape.block_size, 80)
     num_prompt = random.randint(1, capacity - 1)
     start = random.choice([1000, 2000])
@@ -64,7 +67,8 @@ def random_request(random: Random, number: int, shape: Shape) -> Request:
         prompt.append(number)
     room = capacity - len(prompt)
     max_tokens = random.choice([0, 1, 2, room, random.randint(0, room), random.randint(0, room)])
-    params = SamplingParams(max_tokens=min(room, max_tokens), seed=number)
+    grammar = f"g{number}" if number % 3 == 0 else ""
+    params = SamplingParams(max_tokens=min(room, max_tokens), seed=number, grammar=grammar)
     request = Request(
         request_id=RequestId(f"r{number}"),
         prompt=pack_ids(prompt),
