@@ -2,12 +2,14 @@
 
 ``time`` is when the request came (UTC), durations are in milliseconds. What is not known of a request is left out, and
 never is there anything of a prompt, an answer or a key. A thread writes, so that no disk or pipe holds a request up;
-when it cannot keep up lines are dropped, and the next one tells how many.
+when it cannot keep up, or cannot write, lines are dropped, and the next one tells how many.
 """
 
+import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from queue import Full, Queue
 from threading import Thread
@@ -21,15 +23,23 @@ from .summary import Summary
 STANDARD_OUTPUT = "-"
 MAX_LINES_WAITING = 10_000
 MAX_PATH_CHARS = 200
+CLOSE_SECONDS = 5.0
 FAULT_STATUS = 500
 """Of a request that ended without any answer of the app: the server answers for it."""
+
+_log = logging.getLogger("crossdock.router")
 
 
 class LineWriter:
     """Appends lines to a file, or to the standard output, in a thread of its own. Raises ``OSError`` at once."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self._num_dropped = 0
+        """Since the start, as are those that could not be written and those of both that a line has told of."""
+        self._num_unwritten = 0
+        self._num_told = 0
+        self._is_failing = False
         self._descriptor = (
             1 if path == STANDARD_OUTPUT else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
         )
@@ -39,14 +49,15 @@ class LineWriter:
 
     def write(self, told: Mapping[str, object]) -> None:
         """Never waits."""
-        if self._num_dropped:
-            told = {**told, "dropped_lines": self._num_dropped}
+        num_lost = self._num_dropped + self._num_unwritten
+        if num_lost > self._num_told:
+            told = {**told, "dropped_lines": num_lost - self._num_told}
         try:
             self._lines.put_nowait(orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE))
         except Full:
             self._num_dropped += 1
         else:
-            self._num_dropped = 0
+            self._num_told = num_lost
 
     def __enter__(self) -> Self:
         return self
@@ -55,17 +66,29 @@ class LineWriter:
         self.close()
 
     def close(self) -> None:
-        """Returns when every line is written."""
-        self._lines.put(None)
-        self._thread.join()
-        if self._descriptor != 1:
+        """Returns when every line is written, or `CLOSE_SECONDS` after the writer has got stuck."""
+        with suppress(Full):
+            self._lines.put(None, timeout=CLOSE_SECONDS)
+        self._thread.join(CLOSE_SECONDS)
+        if self._descriptor != 1 and not self._thread.is_alive():
             os.close(self._descriptor)
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            try:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except OSError as error:  # a full disk, a pipe whose reader is gone
+                self._failed(error)
+            else:
+                self._is_failing = False
+
+    def _failed(self, error: OSError) -> None:
+        self._num_unwritten += 1
+        if not self._is_failing:
+            _log.error("the access log %s cannot be written, and lines are dropped meanwhile: %s", self._path, error)
+        self._is_failing = True
 
 
 class AccessLog:

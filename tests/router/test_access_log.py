@@ -2,7 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,18 +141,60 @@ async def test_a_client_that_leaves_is_told_when_it_has_left(
     assert (line["finish_reasons"], line["output_tokens"], "ttft_ms" in line) == (["abort"], 0, False)
 
 
-def test_lines_that_cannot_be_written_in_time_are_counted(tmp_path: Path) -> None:
-    log = Log(tmp_path / "access.log")
-    log.writer._lines.maxsize = 1
-    log.writer._lines.put(b"")
-    for number in range(3):
-        log.writer.write({"number": number})
-    assert log.writer._num_dropped >= 1
-    log.writer._lines.maxsize = 0
-    log.writer.write({"number": 3})
-    assert log.lines()[-1] == {"number": 3, "dropped_lines": 3}
+class StuckPipe:
+    """A log whose reader does not read, and whose writer is stuck in its first line, until `text` is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self.writer = LineWriter(str(path))
+        self.writer.write({"said": "x" * (1 << 20)})  # more than a pipe holds
+        self.wait_until_taken()
+
+    def wait_until_taken(self) -> None:
+        while not self.writer._lines.empty():
+            time.sleep(0.001)
+
+    @contextmanager
+    def read(self) -> Iterator[Callable[[], bytes]]:
+        """It is read from now on; what has come, once the writer is closed."""
+        os.set_blocking(self._reader, True)
+        with ThreadPoolExecutor(1) as pool, open(self._reader, "rb") as pipe:
+            yield pool.submit(pipe.read).result
+
+
+def test_lines_that_cannot_be_written_in_time_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crossdock.router.access_log.MAX_LINES_WAITING", 1)
+    stuck = StuckPipe(tmp_path / "pipe")
+    for number in range(4):
+        stuck.writer.write({"number": number})
+    with stuck.read() as text:
+        stuck.wait_until_taken()
+        stuck.writer.write({"number": 4})
+        stuck.writer.close()
+        _, *lines = map(json.loads, text().splitlines())
+    assert lines == [{"number": 0}, {"number": 4, "dropped_lines": 3}]
+
+
+def test_a_log_that_nobody_reads_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crossdock.router.access_log.CLOSE_SECONDS", 0.05)
+    stuck = StuckPipe(tmp_path / "pipe")
+    stuck.writer.close()
+    assert stuck.writer._thread.is_alive()
+    with stuck.read():
+        stuck.writer._thread.join()
+        os.close(stuck.writer._descriptor)
 
 
 def test_a_log_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         LineWriter(str(tmp_path / "nowhere" / "access.log"))
+
+
+def test_a_full_disk_costs_lines_and_neither_the_writer_nor_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    writer = LineWriter("/dev/full")
+    for number in range(3):
+        writer.write({"number": number})
+    writer.close()
+    assert writer._num_unwritten == 3
+    assert caplog.text.count("the access log /dev/full cannot be written") == 1
