@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,19 +26,17 @@ def read_keys(path: Path) -> list[KeyRecord]:
         raise KeyFileError(f"cannot read the keys file {path}: {error.strerror}") from None
     records = [_record(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     for field in ("name", "id"):
-        values = [getattr(record, field) for record in records]
-        if twice := sorted({value for value in values if values.count(value) > 1}):
+        counted = Counter(getattr(record, field) for record in records)
+        if twice := sorted(value for value, num in counted.items() if num > 1):
             raise KeyFileError(f"the keys file {path} has two keys with the {field} {twice[0]!r}")
     return records
 
 
 def _record(path: Path, number: int, line: bytes) -> KeyRecord:
     try:
-        record = msgspec.json.decode(line, type=KeyRecord)
-        bytes.fromhex(record.salt + record.digest)
+        return msgspec.json.decode(line, type=KeyRecord)
     except (msgspec.DecodeError, ValueError) as error:
         raise KeyFileError(f"line {number} of the keys file {path} is no key: {error}") from None
-    return record
 
 
 def add_key(path: Path, record: KeyRecord) -> None:

@@ -17,10 +17,13 @@ from .caller import Caller, KeyLimits
 
 PREFIX = "sk-xd"
 MAX_NAME_CHARS = 64
+DIGEST_BYTES = 32
 ONLY_KEY_NAME = "default"
 """The name of the key that is given without a file."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*\Z", max_length=MAX_NAME_CHARS)]
+Salt = Annotated[str, msgspec.Meta(pattern=rf"^[0-9a-f]{{{2 * blake2b.SALT_SIZE}}}\Z")]
+Digest = Annotated[str, msgspec.Meta(pattern=rf"^[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Priority = Annotated[int, msgspec.Meta(ge=MOST_URGENT, le=LEAST_URGENT)]
 
@@ -31,9 +34,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
     name: Name
     id: str
-    salt: str
-    """Hexadecimal, like ``digest``."""
-    digest: str
+    salt: Salt
+    digest: Digest
     created: str = ""
     tenant: Name | None = None
     priority: Priority = 0
@@ -101,4 +103,5 @@ def _id_of(key: str) -> str:
 
 
 def _digest(key: str, salt: bytes) -> bytes:
-    return blake2b(key.encode("utf-8", "replace"), digest_size=32, salt=salt, person=b"crossdock key").digest()
+    told = key.encode("utf-8", "replace")
+    return blake2b(told, digest_size=DIGEST_BYTES, salt=salt, person=b"crossdock key").digest()

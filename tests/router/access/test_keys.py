@@ -85,16 +85,21 @@ def test_keys_added_at_the_same_time_are_all_there(path: Path) -> None:
     assert {record.name for record in read_keys(path)} == {f"n{n}" for n in range(20)}
 
 
+SEAL = f'"salt":"{"ab" * 16}","digest":"{"cd" * 32}"'
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "{",
         "{}",
-        '{"name":"a b","id":"","salt":"","digest":""}',
-        '{"name":"a\\n","id":"","salt":"","digest":""}',
-        '{"name":"a","id":"","salt":"xyz","digest":""}',
-        '{"name":"a","id":"","salt":"","digest":"","requests_per_minute":0}',
-        '{"name":"a","id":"","salt":"","digest":"","requests_per_minutes":1}',
+        f'{{"name":"a b","id":"",{SEAL}}}',
+        f'{{"name":"a\\n","id":"",{SEAL}}}',
+        f'{{"name":"a","id":"",{SEAL},"requests_per_minute":0}}',
+        f'{{"name":"a","id":"",{SEAL},"requests_per_minutes":1}}',
+        f'{{"name":"a","id":"","salt":"{"xy" * 16}","digest":"{"cd" * 32}"}}',
+        f'{{"name":"a","id":"","salt":"abc","digest":"{"cd" * 32}"}}',
+        f'{{"name":"a","id":"","salt":"{"ab" * 17}","digest":"{"cd" * 32}"}}',
         "\xff",
     ],
 )
