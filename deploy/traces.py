@@ -7,7 +7,7 @@ The SDK is an extra, imported only here and only then. Its own environment varia
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import SpanKind, Tracer
@@ -35,10 +35,15 @@ def tracing(config: TraceConfig, service: str) -> Iterator[Tracer | None]:
 
     Raises `TracesUnavailable`.
     """
-    exporters = _exporters(config)
-    if not exporters:
+    if config.file is None and config.otlp_endpoint is None:
         yield None
         return
+    with ExitStack() as files, _exporting(_exporters(config, files), service) as tracer:
+        yield tracer
+
+
+@contextmanager
+def _exporting(exporters: "list[SpanExporter]", service: str) -> Iterator[Tracer]:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -78,11 +83,11 @@ class StageSpans:
             self._tracer.start_span(stage.name, parent, SpanKind.SERVER, attributes, start_time=began).end(ended)
 
 
-def _exporters(config: TraceConfig) -> "list[SpanExporter]":
+def _exporters(config: TraceConfig, files: ExitStack) -> "list[SpanExporter]":
     exporters: list[SpanExporter] = []
     try:
         if config.file is not None:
-            exporters.append(_file_exporter(config.file))
+            exporters.append(_file_exporter(config.file, files))
         if config.otlp_endpoint is not None:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -92,12 +97,12 @@ def _exporters(config: TraceConfig) -> "list[SpanExporter]":
     return exporters
 
 
-def _file_exporter(path: str) -> "SpanExporter":
+def _file_exporter(path: str, files: ExitStack) -> "SpanExporter":
     """A span a line, as the SDK writes it in JSON; several processes may append to one file."""
     from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
     try:
-        file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (it lives as long as the process)
+        file = files.enter_context(open(path, "a", buffering=1, encoding="utf-8"))  # noqa: SIM115 (it does)
     except OSError as error:
         raise TracesUnavailable(f"cannot write traces to {path}: {error.strerror}") from None
     return ConsoleSpanExporter(out=file, formatter=lambda span: span.to_json(indent=None) + "\n")

@@ -237,6 +237,14 @@ def test_every_folder_but_kernels_is_a_regular_package() -> None:
     assert [folder.name for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
+def test_every_page_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    data = project["tool"]["setuptools"]["package-data"]
+    folders = {path.parent.relative_to(ROOT) for path in checkout_files("*.html") if "tests" not in path.parts}
+    assert folders
+    assert all("*.html" in data[".".join(["crossdock", *folder.parts])] for folder in folders)
+
+
 def test_every_requirement_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     requirements = [*project["dependencies"], *project["optional-dependencies"]["test"]]

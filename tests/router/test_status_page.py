@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -9,7 +10,9 @@ import httpx
 import pytest
 import uvicorn
 
+from crossdock.core.config import DoorConfig
 from crossdock.core.messages import Link, Role
+from crossdock.router.access.access import Access
 from crossdock.router.app import create_app
 from crossdock.router.history import NUM_POINTS, WINDOW_SECONDS, History, Totals, Window
 from crossdock.router.server import listen
@@ -99,6 +102,13 @@ async def test_only_points_that_are_new_to_the_asker_are_sent(cluster: "Cluster"
 
 @pytest.fixture
 async def url(cluster: "Cluster") -> AsyncIterator[str]:
+    async with served(cluster) as address:
+        yield address
+
+
+@asynccontextmanager
+async def served(cluster: "Cluster") -> AsyncIterator[str]:
+    """Where a browser finds the router meanwhile."""
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(create_app(cluster.router), lifespan="off", log_config=None, ws="none"))
     serving = asyncio.create_task(server._serve([listener]))
@@ -160,6 +170,27 @@ async def test_the_page_says_what_is_missing_and_why_a_request_is_refused(
 
     await in_thread(story)
     assert [complaint for complaint in browser.complaints if "503" not in complaint] == []
+
+
+@needs_chromium
+async def test_where_keys_are_needed_the_box_asks_for_one(cluster: "Cluster", browser: Chromium) -> None:
+    await cluster.add(Role.MIXED)
+    cluster.router.access = Access(DoorConfig(api_key="sesame"), "toy")
+
+    def story(url: str) -> None:
+        browser.open(url)
+        browser.wait_for(lambda: browser.text("#state") == "ready")
+        assert browser.evaluate("document.getElementById('key-label').hidden")
+        browser.evaluate("document.getElementById('send').click()")
+        browser.wait_for(lambda: not browser.evaluate("document.getElementById('key-label').hidden"))
+        browser.evaluate("document.getElementById('key').value = 'sesame'")
+        browser.wait_for(lambda: browser.evaluate("!document.getElementById('send').disabled"))
+        browser.evaluate("document.getElementById('send').click()")
+        browser.wait_for(lambda: browser.text("#answer") == "hello")
+
+    async with served(cluster) as url:
+        await asyncio.to_thread(story, url)
+    assert [complaint for complaint in browser.complaints if "401" not in complaint] == []
 
 
 @needs_chromium
