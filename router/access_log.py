@@ -7,7 +7,6 @@ when it cannot keep up, or cannot write, lines are dropped, and the next one tel
 
 import logging
 import os
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from threading import Thread
 from typing import Any, Self
 
 import orjson
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from .summary import Summary
 
@@ -24,8 +23,6 @@ STANDARD_OUTPUT = "-"
 MAX_LINES_WAITING = 10_000
 MAX_PATH_CHARS = 200
 CLOSE_SECONDS = 5.0
-FAULT_STATUS = 500
-"""Of a request that ended without any answer of the app: the server answers for it."""
 
 _log = logging.getLogger("crossdock.router")
 
@@ -91,38 +88,17 @@ class LineWriter:
         self._is_failing = True
 
 
-class AccessLog:
-    """ASGI middleware, to be the outermost."""
-
-    def __init__(self, app: ASGIApp, lines: LineWriter) -> None:
-        self._app = app
-        self._lines = lines
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        came_at, began, status = time.time(), time.monotonic(), FAULT_STATUS
-
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_noting_status)
-        finally:
-            told = {
-                "time": datetime.fromtimestamp(came_at, UTC).isoformat(timespec="milliseconds"),
-                "method": scope["method"],
-                "path": scope["path"][:MAX_PATH_CHARS],
-                "status": status,
-                "duration_ms": _milliseconds(time.monotonic() - began),
-                **_told(Summary.of(state)),
-            }
-            self._lines.write({name: value for name, value in told.items() if value is not None})
+def told_of(scope: Scope, status: int, came_at: float, seconds: float, summary: Summary) -> dict[str, object]:
+    """A line of the log; ``came_at`` is in seconds since 1970."""
+    told = {
+        "time": datetime.fromtimestamp(came_at, UTC).isoformat(timespec="milliseconds"),
+        "method": scope["method"],
+        "path": scope["path"][:MAX_PATH_CHARS],
+        "status": status,
+        "duration_ms": _milliseconds(seconds),
+        **_told(summary),
+    }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _told(summary: Summary) -> dict[str, Any]:

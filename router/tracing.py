@@ -11,7 +11,7 @@ from typing import Any
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from ..core.request import RequestId
 from .ledger import Entry
@@ -90,38 +90,11 @@ def _attributes(summary: Summary) -> Mapping[str, Any]:
     return {name: value for name, value in told.items() if value is not None}
 
 
-class Tracing:
-    """ASGI middleware: gives each API request a `RequestTrace` (``trace`` in its state), and ends it."""
-
-    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
-        self._app = app
-        self._tracer = tracer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(API_PREFIX):
-            await self._app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        trace = self._begin(scope)
-        if trace is not None:
-            state["trace"] = trace
-        status = 500
-
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_noting_status)
-        finally:
-            if trace is not None:
-                trace.end(status, scope, Summary.of(state))
-
-    def _begin(self, scope: Scope) -> RequestTrace | None:
-        """``None`` where this request is not sampled."""
-        context = _propagator.extract(dict(Headers(scope=scope)))
-        attributes = {"http.request.method": scope["method"], "url.path": scope["path"]}
-        root = self._tracer.start_span(scope["method"], context, SpanKind.SERVER, attributes)
-        return RequestTrace(self._tracer, root) if root.is_recording() else None
+def begin_trace(tracer: Tracer, scope: Scope) -> RequestTrace | None:
+    """The trace of an API request that begins; ``None`` for any other, and where this one is not sampled."""
+    if scope["method"] != "POST" or not scope["path"].startswith(API_PREFIX):
+        return None
+    context = _propagator.extract(dict(Headers(scope=scope)))
+    attributes = {"http.request.method": scope["method"], "url.path": scope["path"]}
+    root = tracer.start_span(scope["method"], context, SpanKind.SERVER, attributes)
+    return RequestTrace(tracer, root) if root.is_recording() else None
