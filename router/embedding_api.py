@@ -6,14 +6,14 @@ https://platform.openai.com/docs/api-reference/embeddings
 import base64
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from ..core.request import LEAST_URGENT, MOST_URGENT, SamplingParams
+from ..core.request import SamplingParams
 from .embedding import EmbeddingModel, NoEmbedding
-from .openai_api import MAX_CACHE_SALT_CHARS, Body, Prompt, check_values
+from .openai_api import CacheSalt, CheckedBody, Priority, Prompt
 from .openai_errors import ApiError
 from .output import Choice, OutputAssembler, OutputDelta, PreparedPrompt
 from .prepare import CONTEXT_EXCEEDED, DrawSeed, Limits, PreparedRequest, check_model
@@ -26,7 +26,7 @@ from .wire_format import WireFormat
 PROMPT_ALONE = SamplingParams(max_tokens=0, seed=0)
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(CheckedBody):
     """``POST /v1/embeddings``."""
 
     model: str | None = None
@@ -34,15 +34,8 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
-    priority: Annotated[int, Field(ge=MOST_URGENT, le=LEAST_URGENT)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_values(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            check_values(data)
-        return data
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class EmbeddingFormat(WireFormat):
@@ -83,7 +76,7 @@ class EmbeddingFormat(WireFormat):
 
 def prepare_embeddings(body: EmbeddingRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed) -> PreparedRequest:
     """Raises `ApiError`, also where the model does not embed."""
-    check_model(body.model, limits)
+    check_model(body.model, limits.model_name)
     model = embedding_model(text, limits.model_name)
     prompts = prompts_of(body.input, "input", text, limits.vocab_size)
     if len(prompts) > limits.max_choices:

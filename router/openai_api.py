@@ -34,6 +34,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Priority = Annotated[int, Field(ge=MOST_URGENT, le=LEAST_URGENT)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
 Item = TypeVar("Item")
 ListOf = Annotated[list[Item], Field(fail_fast=True)]
 """Of any length: what is wrong with one item is told without a look at the millions that may follow."""
@@ -68,7 +70,23 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class RequestFields(Body):
+class CheckedBody(Body):
+    """A body that other processes could be told: no lone surrogates, no huge numbers, no huge objects."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_values(cls, data: Any) -> Any:
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+                raise _refusal(name, f"'{name}' has {len(value)} entries, the most is {MAX_ENTRIES}")
+            try:
+                orjson.dumps(value)
+            except orjson.JSONEncodeError as error:
+                raise _refusal(name, f"'{name}' holds what cannot be encoded ({error})") from None
+        return data
+
+
+class RequestFields(CheckedBody):
     """What every endpoint that generates takes.
 
     ``None`` is the same as absent, and means the model's or OpenAI's default.
@@ -94,9 +112,9 @@ class RequestFields(Body):
     min_tokens: NonNegative | None = None
     ignore_eos: bool | None = None
 
-    priority: Annotated[int, Field(ge=MOST_URGENT, le=LEAST_URGENT)] | None = None
+    priority: Priority | None = None
     """A lower number goes first; the caller's key says what it may ask for."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    cache_salt: CacheSalt | None = None
     """Only requests with the same share prefixes in the KV cache."""
 
     user: str | None = None
@@ -111,7 +129,6 @@ class RequestFields(Body):
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        check_values(data)
         for name in cls.unsupported.keys() & data.keys():
             if data[name] not in cls.unsupported[name]:
                 raise _refusal(name, f"'{name}' is not supported by this server")
@@ -184,17 +201,6 @@ class CompletionFields(RequestFields):
         if self.stream_options is not None and not self.stream:
             raise _refusal("stream_options", "'stream_options' is only allowed when 'stream' is true")
         return self
-
-
-def check_values(data: dict[str, Any]) -> None:
-    """Raises for lone surrogates and numbers beyond 64 bits, which no other process could be told, and huge objects."""
-    for name, value in data.items():
-        if isinstance(value, dict) and len(value) > MAX_ENTRIES:
-            raise _refusal(name, f"'{name}' has {len(value)} entries, the most is {MAX_ENTRIES}")
-        try:
-            orjson.dumps(value)
-        except orjson.JSONEncodeError as error:
-            raise _refusal(name, f"'{name}' holds what cannot be encoded ({error})") from None
 
 
 class CompletionRequest(CompletionFields):

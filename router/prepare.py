@@ -82,7 +82,7 @@ MakeFormat = Callable[[PreparedRequest, str, int, str], WireFormat]
 
 def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed) -> PreparedRequest:
     """Raises `ApiError`. Without ``max_tokens`` the output may fill the model."""
-    check_model(body.model, limits)
+    check_model(body.model, limits.model_name)
     _check_number("n", body.num_generated, limits)
     prompt = chat_prompt(body, text)
     params = replace(
@@ -101,7 +101,7 @@ def prepare_completion(
     body: CompletionRequest, text: TextModel, limits: Limits, draw_seed: DrawSeed
 ) -> PreparedRequest:
     """Raises `ApiError`."""
-    check_model(body.model, limits)
+    check_model(body.model, limits.model_name)
     num_shown, num_generated = body.n or 1, body.num_generated
     is_ranked = num_generated > num_shown
     params = replace(
@@ -128,9 +128,9 @@ def _admitted(wanted: WantedGrammar | None, text: TextModel) -> str:
     return text.grammars.admit(wanted.grammar, wanted.field) if wanted else ""
 
 
-def check_model(model: str | None, limits: Limits) -> None:
+def check_model(model: str | None, served: str) -> None:
     """Raises `ApiError` for another model than the one served."""
-    if model is not None and model != limits.model_name:
+    if model is not None and model != served:
         raise ApiError.unknown_model(model)
 
 

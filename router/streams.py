@@ -173,6 +173,8 @@ class Reply:
                 self._take(event)
             if self._error is not None and self._num_unfinished:
                 raise self._error
+        if self._assemblers[0].pooled:  # millions of numbers, maybe
+            return await asyncio.to_thread(self._form.body, self._assemblers)
         return self._form.body(self._assemblers)
 
     async def next_bytes(self) -> bytes:

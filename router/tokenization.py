@@ -5,34 +5,24 @@ Both are vLLM's: https://docs.vllm.ai/en/latest/serving/openai_compatible_server
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 from fastapi import APIRouter
 from fastapi.responses import Response
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 
 from .openai_answers import Detokenized, Tokenized
-from .openai_api import Body, ChatCompletionRequest, Message, TokenIds, check_values
+from .openai_api import ChatCompletionRequest, CheckedBody, Message, TokenIds
 from .openai_errors import ApiError
 from .openapi import WORK_ERRORS, answers, example
+from .prepare import check_model
 from .prompts import chat_prompt
 from .sampling import check_ids
 from .text import TextModel
 
 if TYPE_CHECKING:
     from .app import Router
-
-
-class CheckedBody(Body):
-    """A body that other processes could be told: no lone surrogates, no huge numbers."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_values(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            check_values(data)
-        return data
 
 
 class TokenizeRequest(CheckedBody):
@@ -91,6 +81,13 @@ def token_strs(token_ids: Sequence[int], text: TextModel) -> list[str | None]:
     return [text.tokenizer.id_to_token(token_id) for token_id in token_ids]
 
 
+def tokenized(body: TokenizeRequest, text: TextModel, max_model_len: int) -> bytes:
+    """The answer as JSON; raises `ApiError`."""
+    ids = prompt_ids(body, text)
+    strings = {"token_strs": token_strs(ids, text)} if body.return_token_strs else {}
+    return orjson.dumps({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, **strings})
+
+
 def tokenization_routes(router: "Router") -> APIRouter:
     routes = APIRouter()
 
@@ -103,12 +100,9 @@ def tokenization_routes(router: "Router") -> APIRouter:
     )
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a text, or of messages in the model's chat template, as a completion would see them."""
-        _check_model(body.model, router)
-        limits = router.limits()
-        ids = await asyncio.to_thread(prompt_ids, body, router.text)
-        strings = {"token_strs": token_strs(ids, router.text)} if body.return_token_strs else {}
-        found = {"count": len(ids), "max_model_len": limits.max_model_len, "tokens": ids, **strings}
-        return Response(orjson.dumps(found), media_type="application/json")
+        check_model(body.model, router.model_name)
+        answer = await asyncio.to_thread(tokenized, body, router.text, router.limits().max_model_len)
+        return Response(answer, media_type="application/json")
 
     @routes.post(
         "/detokenize",
@@ -119,14 +113,9 @@ def tokenization_routes(router: "Router") -> APIRouter:
     )
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens, special ones included."""
-        _check_model(body.model, router)
+        check_model(body.model, router.model_name)
         check_ids("tokens", body.tokens, router.limits().vocab_size)
         prompt = await asyncio.to_thread(router.text.decode, body.tokens, skips_special=False)
         return Response(orjson.dumps({"prompt": prompt}), media_type="application/json")
 
     return routes
-
-
-def _check_model(model: str | None, router: "Router") -> None:
-    if model is not None and model != router.model_name:
-        raise ApiError.unknown_model(model)
