@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, Overflow
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -98,9 +98,11 @@ def _check(grammar: str) -> None:
     plain = _ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), grammar)
     if _TEMPERATURE.search(plain):
         raise BadGrammar("a rule's 'temperature' is not supported; that of the request holds for all of its output")
-    multiple = math.lcm(*(_digits(number) for number in set(_MULTIPLE.findall(plain))))
-    if multiple > MAX_MULTIPLE:
-        raise BadGrammar(f"its 'multipleOf' have the common multiple {multiple}, the most is {MAX_MULTIPLE}")
+    multiple = 1
+    for number in set(_MULTIPLE.findall(plain)):
+        multiple = math.lcm(multiple, _digits(number))
+        if multiple > MAX_MULTIPLE:
+            raise BadGrammar(f"its 'multipleOf' have the common multiple {multiple}, the most is {MAX_MULTIPLE}")
 
 
 def _digits(number: str) -> int:
@@ -109,6 +111,8 @@ def _digits(number: str) -> int:
         _, digits, exponent = Decimal(number).normalize().as_tuple()
     except InvalidOperation:
         return 1
+    except Overflow:
+        return 10**MAX_DIGITS
     assert isinstance(exponent, int), "the digits of a number are finite"
     zeros = "0" * min(max(exponent, 0), MAX_DIGITS)
     return max(1, int("".join(map(str, digits)) + zeros))

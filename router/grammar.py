@@ -168,6 +168,9 @@ class GrammarDoor:
                 self._compiler.compile(grammar)
             except BadGrammar as error:
                 outcome.set_exception(error)
+            except BaseException as fault:  # ours, or a panic of llguidance, which is no `Exception`
+                outcome.set_exception(RuntimeError(f"a grammar could not be compiled: {fault}"))
+                raise
             else:
                 outcome.set_result(None)
 

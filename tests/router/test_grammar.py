@@ -1,6 +1,7 @@
 """Structured output at the door: what is let in, what is refused and in which words, and that nobody waits for it."""
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,9 +168,24 @@ BAD: list[tuple[str, str]] = [
     (lark_grammar("start: foo"), "unknown name"),
     (lark_grammar('start: %json {"type": "nonsense"}'), "Invalid type"),
     (lark_grammar('start: %json {"multiple\\u004ff": 1000003}'), "common multiple"),
+    (lark_grammar('start: %json {"multipleOf": 1e9999999}'), "common multiple"),
+    (lark_grammar("start: /a/" + "".join(f'\n// "multipleOf": {n}{"0" * 20}' for n in range(1000, 2000))), "common"),
     (lark_grammar('start: x "."\nx[capture, temperature=0.5]: /.*/'), "'temperature' is not supported"),
     ("{}", "grammars"),
 ]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_in_a_compilation_is_told_at_once(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(compiler: GrammarCompiler, grammar: str) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(GrammarCompiler, "compile", fail)
+    with pytest.raises(RuntimeError, match="could not be compiled: oh"):
+        text.grammars.admit(regex_grammar("no one else asks for this"), "guided_regex")
+    for thread in threading.enumerate():
+        if thread.name == "grammar":
+            thread.join()
 
 
 @pytest.mark.parametrize(("grammar", "reason"), BAD)
