@@ -126,6 +126,7 @@ class Router:
         """Let the workers off whatever is still open; the last thing that may send to them."""
         for stream in list(self._streams):
             self.close_stream(stream)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
 
     async def _quiet_within(self, seconds: float) -> bool:
         self._is_quiet.clear()

@@ -315,6 +315,7 @@ async def cluster(text: TextModel, config: RouterConfig) -> AsyncIterator[Cluste
     control.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await control
+    cluster.router.close()
     cluster.router.access.close()
     mailbox.close()
 
