@@ -168,11 +168,11 @@ class GrammarDoor:
                 self._compiler.compile(grammar)
             except BadGrammar as error:
                 outcome.set_exception(error)
-            except BaseException as fault:  # ours, or a panic of llguidance, which is no `Exception`
-                outcome.set_exception(RuntimeError(f"a grammar could not be compiled: {fault}"))
-                raise
             else:
                 outcome.set_result(None)
+            finally:
+                if not outcome.done():  # the fault is ours, or a panic of llguidance; its traceback is in the log
+                    outcome.set_exception(RuntimeError("a grammar could not be compiled"))
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:

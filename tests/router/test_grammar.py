@@ -181,7 +181,7 @@ def test_a_fault_in_a_compilation_is_told_at_once(text: TextModel, monkeypatch: 
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(GrammarCompiler, "compile", fail)
-    with pytest.raises(RuntimeError, match="could not be compiled: oh"):
+    with pytest.raises(RuntimeError, match="could not be compiled"):
         text.grammars.admit(regex_grammar("no one else asks for this"), "guided_regex")
     for thread in threading.enumerate():
         if thread.name == "grammar":
