@@ -5,15 +5,21 @@ The text of a grammar is what llguidance takes: its own JSON, ``{"grammars": [..
 worker compiles it again to follow it.
 """
 
+import json
 import math
 import re
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation, Overflow
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 MAX_GRAMMAR_BYTES = 128 << 10
+MAX_LARK_CHARS = 16 << 10
+MAX_PATTERN_CHARS = 8 << 10
+"""Of all ``pattern`` of a schema together; memory and time grow with the square of a regular expression's length."""
 MAX_MULTIPLE = 100_000
 """Of the least common multiple of all ``multipleOf``: an automaton with so many states is built, 10 µs each."""
 MAX_DIGITS = 20
@@ -29,6 +35,9 @@ MAX_LEXER_STATES = 50_000
 
 _LIMITS = LLParserLimits(verbose_errors=False, step_max_items=MAX_STEP_ITEMS, max_lexer_states=MAX_LEXER_STATES)
 _QUIET = 0
+_STACK_BYTES = 256 << 20  # of address space: a chain of rules as long as a grammar may be is followed by recursion
+_stack_size_lock = threading.Lock()
+_CHOICES = re.compile(r"start: /(?:[a-zA-Z0-9|]|\\x\{[0-9a-f]+\})*/")
 _ESCAPE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _MULTIPLE = re.compile(
     r'multipleOf[\\"\s]*:\s*([-+.0-9eE]+)'
@@ -71,8 +80,11 @@ class GrammarCompiler:
         return list(self._tokenizer.eos_tokens)
 
     def compile(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of the grammar, whose first mask is computed. Raises `BadGrammar`."""
+        """A matcher at the beginning of the grammar, for which there is a first mask. Raises `BadGrammar`."""
         _check(grammar)
+        return _on_deep_stack(lambda: self._compile(grammar))
+
+    def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
             raise BadGrammar(in_short(matcher.get_error()))
@@ -90,11 +102,30 @@ def in_short(error: str) -> str:
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:half]} … {line[-half:]}"
 
 
+def _on_deep_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
+    outcome: Future[LLMatcher] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(compile())
+        except BadGrammar as error:
+            outcome.set_exception(error)
+
+    with _stack_size_lock:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
+    return outcome.result()
+
+
 def _check(grammar: str) -> None:
     """Raises `BadGrammar` for what llguidance would spend minutes or gigabytes on, and for what it leaves to others."""
     num_bytes = len(grammar.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise BadGrammar(f"it has {num_bytes} bytes, the most is {MAX_GRAMMAR_BYTES}")
+    _check_lengths(grammar)
     plain = _ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), grammar)
     if _TEMPERATURE.search(plain):
         raise BadGrammar("a rule's 'temperature' is not supported; that of the request holds for all of its output")
@@ -103,6 +134,30 @@ def _check(grammar: str) -> None:
         multiple = math.lcm(multiple, _digits(number))
         if multiple > MAX_MULTIPLE:
             raise BadGrammar(f"its 'multipleOf' have the common multiple {multiple}, the most is {MAX_MULTIPLE}")
+
+
+def _check_lengths(grammar: str) -> None:
+    """Raises `BadGrammar` for long regular expressions and Lark; literal choices are no trouble at any length."""
+    try:
+        left = [json.loads(grammar)]
+    except (ValueError, RecursionError):
+        left = [{"lark_grammar": grammar}]
+    num_pattern_chars = 0
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            lark, pattern, patterns = (part.get(name) for name in ("lark_grammar", "pattern", "patternProperties"))
+            if isinstance(lark, str) and len(lark) > MAX_LARK_CHARS and not _CHOICES.fullmatch(lark):
+                raise BadGrammar(
+                    f"its Lark or regular expression has {len(lark)} characters, the most is {MAX_LARK_CHARS}"
+                )
+            num_pattern_chars += len(pattern) if isinstance(pattern, str) else 0
+            num_pattern_chars += sum(map(len, patterns)) if isinstance(patterns, dict) else 0
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    if num_pattern_chars > MAX_PATTERN_CHARS:
+        raise BadGrammar(f"its patterns have {num_pattern_chars} characters, the most is {MAX_PATTERN_CHARS}")
 
 
 def _digits(number: str) -> int:

@@ -170,6 +170,7 @@ def test_json_conforms_to_random_schemas_through_hand_over_and_preemption(tmp_pa
     schemas = [random_schema(seed) for seed in range(NUM_SCHEMAS_IN_FULL if is_full else NUM_SCHEMAS)]
     wishes = [_asking(seed, made) for seed, made in enumerate(schemas)]
     with serving("demo", tmp_path / "log", *CROWDED) as server:
+        server.client.timeout = 600  # those behind wait for those before
         answers = ask_all(server, [*NEIGHBOURS, *wishes], num_at_once=14)[len(NEIGHBOURS) :]
         num_preemptions = server.settled().worker("preemptions_total")
     ends = Counter(answer.only.finish_reason for answer in answers)

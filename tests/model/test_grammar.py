@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice, product
 from random import Random
 
 import numpy as np
@@ -207,7 +208,8 @@ def test_a_grammar_that_does_not_compile_fails_its_request_alone(
 
 def test_a_grammar_that_becomes_too_complex_fails_its_request_alone() -> None:
     """It compiles and has a first mask; after a token there is too much that may follow."""
-    grammar = lark_grammar("start: " + " | ".join(f'"a{n}"' for n in range(1, 2500)))
+    endings = islice(product(string.ascii_lowercase, repeat=3), 2100)
+    grammar = lark_grammar("start: " + "|".join(f'"a{a}{b}{c}"' for a, b, c in endings))
     grammars, chunks = grammars_of(), [take_chunk(waiting(wanted), 1) for wanted in (grammar, regex_grammar("a+"))]
     step = grammars.begin(chunks)
     assert step is not None

@@ -171,6 +171,11 @@ BAD: list[tuple[str, str]] = [
     (lark_grammar('start: %json {"multipleOf": 1e9999999}'), "common multiple"),
     (lark_grammar("start: /a/" + "".join(f'\n// "multipleOf": {n}{"0" * 20}' for n in range(1000, 2000))), "common"),
     (lark_grammar('start: x "."\nx[capture, temperature=0.5]: /.*/'), "'temperature' is not supported"),
+    (regex_grammar("a?" * 9000), "has 18009 characters, the most is 16384"),
+    (
+        json_schema_grammar({"patternProperties": {"a" * 5000: {"pattern": "b" * 5000}}}),
+        "patterns have 10000 characters",
+    ),
     ("{}", "grammars"),
 ]
 
@@ -194,3 +199,22 @@ def test_what_does_not_compile_is_a_400_that_says_why(grammar: str, reason: str,
         text.grammars.admit(grammar, "guided_json")
     assert (refused.value.status, refused.value.param) == (400, "guided_json")
     assert len(refused.value.message) < 700
+
+
+@pytest.mark.parametrize("link", ["allOf", "anyOf", "properties"])
+def test_a_long_chain_of_references_is_followed_without_a_crash(link: str, text: TextModel) -> None:
+    """llguidance follows it by recursion, which the stack of an ordinary thread does not hold."""
+
+    def to(reference: str) -> Json:
+        if link == "properties":
+            return {"type": "object", "properties": {"a": {"$ref": reference}}, "required": ["a"]}
+        return {link: [{"$ref": reference}]}
+
+    length = 1400
+    definitions: Json = {f"d{n}": to(f"#/$defs/d{n + 1}") for n in range(length)}
+    definitions[f"d{length}"] = {"type": "null"}
+    text.grammars.admit(json_schema_grammar({"$defs": definitions, "$ref": "#/$defs/d0"}), "guided_json")
+
+
+def test_many_long_choices_are_let_in(text: TextModel) -> None:
+    text.grammars.admit(choice_grammar([f"the choice of number {n}" for n in range(1000)]), "guided_choice")
