@@ -110,6 +110,9 @@ def _on_deep_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
             outcome.set_result(compile())
         except BadGrammar as error:
             outcome.set_exception(error)
+        finally:
+            if not outcome.done():  # the fault is ours, or a panic of llguidance; its traceback is in the log
+                outcome.set_exception(BadGrammar("it could not be compiled"))
 
     with _stack_size_lock:
         usual = threading.stack_size(_STACK_BYTES)
@@ -167,7 +170,7 @@ def _digits(number: str) -> int:
     except InvalidOperation:
         return 1
     except Overflow:
-        return 10**MAX_DIGITS
+        return int(10**MAX_DIGITS)
     assert isinstance(exponent, int), "the digits of a number are finite"
     zeros = "0" * min(max(exponent, 0), MAX_DIGITS)
     return max(1, int("".join(map(str, digits)) + zeros))
