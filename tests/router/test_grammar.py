@@ -169,7 +169,7 @@ BAD: list[tuple[str, str]] = [
     (lark_grammar('start: %json {"type": "nonsense"}'), "Invalid type"),
     (lark_grammar('start: %json {"multiple\\u004ff": 1000003}'), "common multiple"),
     (lark_grammar('start: %json {"multipleOf": 1e9999999}'), "common multiple"),
-    (lark_grammar("start: /a/" + "".join(f'\n// "multipleOf": {n}{"0" * 20}' for n in range(1000, 2000))), "common"),
+    (lark_grammar("start: /a/" + "".join(f'\n// "multipleOf": {n}{"0" * 20}' for n in range(1000, 1300))), "common"),
     (lark_grammar('start: x "."\nx[capture, temperature=0.5]: /.*/'), "'temperature' is not supported"),
     (regex_grammar("a?" * 9000), "has 18009 characters, the most is 16384"),
     (
