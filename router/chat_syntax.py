@@ -21,7 +21,7 @@ class ChatSyntax:
     """``thoughts`` is ``None`` for models that do not think.
 
     ``template_offers`` says that the chat template itself tells the model of tools, shows calls and their results.
-    Else prompts.py does so in the spelling of ``calls``, whatever the model was trained on.
+    Else conversation.py does so in the spelling of ``calls``, whatever the model was trained on.
     """
 
     calls: CallSyntax = HERMES
