@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from crossdock import LLM, EngineConfig, SamplingParams
 from crossdock.core.sequence import FinishReason
 from crossdock.model.engine import Engine, Step
+from crossdock.router.grammar import lark_grammar, regex_grammar
 
 from .e2e.answers import ask
 from .e2e.models import chat_model, reciting_model, variant
@@ -322,3 +323,28 @@ def test_a_prefix_is_computed_once(llm: LLM) -> None:
     [first] = llm.generate(long + "one", params, show_progress=False)
     [second] = llm.generate(long + "two", params, show_progress=False)
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 144)
+
+
+# --- grammars ----------------------------------------------------------------------------------------
+
+
+def test_an_answer_conforms_to_its_grammar_and_ends_with_it(llm: LLM) -> None:
+    params = replace(DRAWN, grammar=regex_grammar("[a-z]{4}-(yes|no)"), logprobs=None)
+    outputs = llm.generate(PROMPTS, params, show_progress=False)
+    answers = [answer for output in outputs for answer in output.outputs]
+    assert [answer.finish_reason for answer in answers] == [FinishReason.STOP] * 9
+    assert all(re.fullmatch("[a-z]{4}-(yes|no)", answer.text) for answer in answers)
+    assert_nothing_is_left(llm)
+
+
+def test_a_bad_grammar_is_a_value_error_and_one_too_complex_ends_the_batch(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"'grammar'.*unclosed group"):
+        llm.generate(PROMPTS, replace(GREEDY, grammar=regex_grammar("(")))
+    right = texts(llm, PROMPTS, GREEDY)
+    choices = "|".join(
+        f'"a{first}{second}{third}"' for first, second, third in itertools.product("bcdefghijklmn", repeat=3)
+    )
+    with pytest.raises(RuntimeError, match="max is 2000"):
+        llm.generate(PROMPTS, replace(GREEDY, grammar=lark_grammar(f"start: {choices}")), show_progress=False)
+    assert_nothing_is_left(llm)
+    assert texts(llm, PROMPTS, GREEDY) == right
