@@ -1,6 +1,7 @@
 """The bodies of answers, as ``/openapi.json`` describes them and tests check them.
 
-They describe; they do not build: what is sent is written by hand where it is made (``wire_format``, ``openai_errors``, the route files).
+They describe; they do not build: what is sent is written by hand where it is made (``wire_format``, ``openai_errors``,
+the route files).
 https://platform.openai.com/docs/api-reference
 """
 
