@@ -59,7 +59,7 @@ class Copying(Protocol):
     def is_done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Until it is done. Raises `TransferFailed` where that takes too long."""
 
 
 class Transport(Protocol):

@@ -22,6 +22,7 @@ from .ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, NUM_BUFFERS, Header, Ucx
 from .ucx_port import Endpoint, Pending, Port, UcxFailed
 
 TAG_BITS = 64 - KIND_BITS
+WAIT_SECONDS = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +38,12 @@ class PackingPieces:
         return not self.pieces
 
     def wait(self) -> None:
+        """The buffers may be with a peer that has stopped, of whose death this worker must hear."""
+        end = time.monotonic() + WAIT_SECONDS
         while not self.is_done:
+            if time.monotonic() > end:
+                self.pieces.clear()
+                raise TransferFailed("UCX had no free buffer in time")
             self.progress()
 
 

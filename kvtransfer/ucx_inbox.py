@@ -73,7 +73,7 @@ class UcxInbox:
         self._clock = clock
         self._endpoints: dict[Peer, Endpoint] = {}
         self._free = [pool.staging() for _ in range(NUM_BUFFERS)]
-        self._headers: deque[tuple[Pending, NDArray[np.uint8]]] = deque()
+        self._headers: list[tuple[Pending, NDArray[np.uint8]]] = []
         self._pieces: deque[_Piece] = deque()
         self._lent: Payload | None = None
 
@@ -106,8 +106,11 @@ class UcxInbox:
     def _take_headers(self) -> None:
         while (found := self._port.next_message(HEADER_TAG, HEADER_MASK)) is not None:
             self._headers.append(found)
-        while self._headers and self._headers[0][0].is_done:
-            pending, data = self._headers.popleft()
+        headers, self._headers = self._headers, []
+        for pending, data in headers:
+            if not pending.is_done:  # that of a dead peer may never be
+                self._headers.append((pending, data))
+                continue
             try:
                 pending.check()
                 self._announced(msgspec.msgpack.decode(data.data, type=Header))
@@ -145,6 +148,8 @@ class UcxInbox:
 
     def _next_whole(self) -> Delivery | None:
         for piece in list(self._pieces):
+            if piece not in self._pieces:
+                continue  # it has ended with one before it
             if piece.pending is not None and piece.pending.is_done:
                 try:
                     piece.pending.check()

@@ -210,6 +210,35 @@ def test_announced_bytes_that_never_come_give_their_buffers_back_in_time(pair: P
     assert [delivery.sender for delivery in pair.decode.arrived] == [pair.prefill.me]
 
 
+def test_bytes_that_came_in_time_end_with_the_sender_whose_other_bytes_did_not(pair: Pair, rogue: Rogue) -> None:
+    inbox = pair.decode.transport.inbox
+    for tag in (1 << KIND_BITS | DATA_TAG, 2 << KIND_BITS | DATA_TAG):
+        rogue.announce(tag=tag)
+    pair.run_until(lambda: sum(piece.pending is not None for piece in inbox._pieces) == 2)
+    rogue.endpoint.send(np.zeros(LAYOUT.block_bytes, np.uint8), tag)
+    while not (inbox._pieces[1].pending and inbox._pieces[1].pending.is_done):
+        rogue.port.progress()
+        inbox._port.progress()
+    pair.clock.now += RECEIVE_SECONDS + 0.1
+    assert inbox.receive() is None
+    assert (len(inbox._pieces), len(inbox._free)) == (0, NUM_BUFFERS)
+
+
+def test_whoever_waits_for_buffers_that_never_come_back_does_not_wait_for_ever(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.kvtransfer.ucx.WAIT_SECONDS", 0.05)
+    transport = pair.prefill.transport
+    held, transport._free = transport._free, []
+    copying = transport.push(pair.decode.me, header([0]), BlockCopy([0], [0], pair.prefill.pool.all_layers))
+    with pytest.raises(TransferFailed, match="no free buffer"):
+        copying.wait()
+    transport._free = held
+    assert push(pair, [1], [2])
+    pair.run_until(lambda: pair.decode.arrived)
+    assert [delivery.message for delivery in pair.decode.arrived] == [header([2])]
+
+
 def test_a_peer_that_was_forgotten_while_its_bytes_were_on_their_way_may_come_again(pair: Pair) -> None:
     blocks = list(range(NUM_BLOCKS))
     push(pair, blocks, blocks)
