@@ -85,7 +85,7 @@ def tokens_over_http(
         return list(clients.map(complete, prompts))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_every_mode_gives_the_tokens_of_transformers(
     mode: str,
     num_at_once: int,
@@ -103,7 +103,7 @@ def test_every_mode_gives_the_tokens_of_transformers(
     assert (server.metrics()["crossdock:worker_preemptions_total"] > 0) == must_preempt
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_offline_batches_give_the_same_tokens(prompts: list[list[int]], expected: list[Greedy]) -> None:
     llm = LLM("demo", EngineConfig(num_threads=1))
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
