@@ -215,7 +215,7 @@ def test_errors_are_the_client_library_s_own(client: OpenAI) -> None:
         client.models.retrieve("gpt-9")
     with pytest.raises(APIStatusError) as embeddings:
         client.embeddings.create(model="demo", input="hi")
-    assert embeddings.value.status_code == 404
+    assert embeddings.value.status_code == 400
 
 
 def test_the_model_is_listed(client: OpenAI) -> None:
