@@ -27,6 +27,13 @@ def test_brackets_within_strings_do_not_count() -> None:
     assert nests_deeper(json.dumps({"a": "\\"}).encode() + nested(11), 10)
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7])
+def test_strings_that_cross_the_pieces_of_a_body_are_strings(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    monkeypatch.setattr("crossdock.router.access.body.PIECE_BYTES", piece_bytes)
+    assert not nests_deeper(json.dumps([{"[" * n: "{" * n} for n in range(9)]).encode(), 2)
+    assert nests_deeper(json.dumps([{"[" * n: ["]" * n]} for n in range(9)]).encode(), 2)
+
+
 def test_many_neighbours_are_not_deep() -> None:
     assert not nests_deeper(json.dumps([[{"a": [n]}] for n in range(5000)]).encode(), 4)
     assert nests_deeper(json.dumps([[{"a": [n]}] for n in range(5000)]).encode(), 3)
