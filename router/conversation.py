@@ -5,6 +5,7 @@ spelling of the model's family.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import orjson
 
@@ -115,12 +116,10 @@ def _with_offer(messages: Sequence[ChatMessage], offer: str, role: str) -> list[
 def _with_results_of_users(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Results of calls as a turn of the user, one turn for those that follow each other."""
     made: list[ChatMessage] = []
-    for message, before in zip(messages, [None, *messages], strict=False):
-        if message["role"] != "tool":
-            made.append(message)
-            continue
-        result = f"<tool_response>\n{message['content']}\n</tool_response>"
-        if before is not None and before["role"] == "tool":
-            result = f"{made.pop()['content']}\n{result}"
-        made.append({"role": "user", "content": result})
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            results = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
+            made.append({"role": "user", "content": "\n".join(results)})
+        else:
+            made += group
     return made

@@ -207,8 +207,11 @@ def chat_messages(items: Iterable[ItemFields], instructions: str | None) -> list
     for item in items:
         message = item.message()
         if messages and _continues(message, messages[-1]):
-            calls = [*_calls(messages[-1]), *_calls(message)]
-            messages[-1] |= {**message, "tool_calls": calls} if calls else message
+            before = messages[-1]
+            if "tool_calls" in before:
+                _calls(before).extend(_calls(message))
+            else:
+                before |= message
         else:
             messages.append(message)
     return [
@@ -226,7 +229,7 @@ def _continues(message: Json, before: Json) -> bool:
 
 
 def _calls(message: Json) -> list[object]:
-    calls = message.get("tool_calls", [])
+    calls = message["tool_calls"]
     assert isinstance(calls, list)
     return calls
 
