@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -151,7 +151,7 @@ class Router:
         with ExitStack() as cleanup:
             stream = self.open_stream()
             cleanup.callback(self.close_stream, stream)
-            prepared = await self._prepared(http, prepare, more_bytes, compiles)
+            prepared = await self._prepared_in_time(visit, self._prepared(http, prepare, more_bytes, compiles))
             self._check_room_for(len(prepared.choices))
             visit.reserve(prepared.num_prompt_tokens, prepared.most_tokens)
             stream.watch(http.receive)
@@ -167,6 +167,15 @@ class Router:
                 return EventStream(await reply.next_bytes(), reply, cleanup.pop_all())
             except ClientGone:
                 return Response(status_code=CLIENT_GONE_STATUS)
+
+    async def _prepared_in_time(self, visit: Visit, prepared: Awaitable[PreparedRequest]) -> PreparedRequest:
+        """Raises `ApiError` 504; who waited for a thread until then no longer does."""
+        try:
+            async with asyncio.timeout(visit.seconds_left):
+                return await prepared
+        except TimeoutError:
+            assert visit.deadline is not None, "without a deadline there is no timeout"
+            raise ApiError.timed_out(visit.deadline.seconds) from None
 
     async def _prepared(self, http: HttpRequest, prepare: Prepare, more_bytes: int, compiles: bool) -> PreparedRequest:
         limits = self.limits()

@@ -1,6 +1,7 @@
 """The door of a whole router, whose workers are played: keys, limits, tenants, priorities, deadlines, ids."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from crossdock.router.access.access import Access
 from crossdock.router.access.key_file import add_key, revoke_key
 from crossdock.router.access.keys import KeyRecord, new_key
 from crossdock.router.access.usage_report import Column, UsageRow, read_usage
-from crossdock.router.app import create_app
+from crossdock.router.app import MAX_COMPILING, create_app
 
 if TYPE_CHECKING:
     from crossdock.tests.router.conftest import Cluster, Wait
@@ -314,6 +315,21 @@ async def test_a_stream_out_of_time_ends_with_an_error_event(cluster: "Cluster",
     assert '"error":{"message":"the request took longer than 0.8 s","type":"server_error"' in last
     assert 1 <= len(chunks) <= 16
     assert '"finish_reason":null' in chunks[-1]
+
+
+async def test_a_request_whose_time_is_over_before_its_grammar_is_compiled_is_a_504(
+    cluster: "Cluster", client: httpx.AsyncClient
+) -> None:
+    await cluster.add(Role.MIXED)
+    released = threading.Event()
+    for _ in range(MAX_COMPILING):
+        cluster.router._compiling.submit(released.wait)
+    try:
+        response = await complete(client, {**of("bob"), "x-request-timeout": "0.1"}, guided_regex="a+")
+        assert (response.status_code, error_of(response)["code"]) == (504, "timeout")
+        assert cluster.is_empty()
+    finally:
+        released.set()
 
 
 async def test_a_body_that_does_not_come_in_time_is_a_408(client: httpx.AsyncClient) -> None:
