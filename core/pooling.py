@@ -4,6 +4,7 @@ A mean needs every position once, in chunks of any size; of the last position al
 """
 
 from array import array
+from math import isfinite
 from operator import add
 
 from .request import Pooling, Request
@@ -20,6 +21,11 @@ class PooledSum:
         """``share  [hidden_size]`` float64 of one chunk; nothing where none of its positions counts."""
         values = array("d", share)
         self._sum = array("d", map(add, self._sum, values)) if self._sum else values
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all of it are numbers."""
+        return all(map(isfinite, self._sum))
 
     def vector(self) -> bytes:
         """``[hidden_size]`` as little-endian float32, once all shares are there."""

@@ -269,11 +269,7 @@ class PrefillPart:
         queue, prefill = (job.timeline.seconds(stage, now) for stage in (StageName.PREFILL_QUEUE, StageName.PREFILL))
         times = StageTimes(queue, prefill)
         if result.token_id is None:
-            vector = job.pooled.vector() if job.pooled else b""
-            for choice in job.wanted_choices:  # max_tokens is 0: the prompt alone was wanted
-                delta = TokenDelta(choice.request_id, 0, None, FinishReason.LENGTH, None, job.num_cached, vector, times)
-                self._outbox.emit(job.router, delta)
-            self._drop(job, "nothing was to be generated", now, is_done=True)
+            self._complete_alone(job, times, now)
             return
         draws = (Draw(result.token_id, result.logprobs, result.is_complete), *result.forks)
         for choice, draw in zip(job.choices, draws, strict=True):
@@ -292,6 +288,19 @@ class PrefillPart:
             self._forget(job, now)
             for sequence in self._tables.split(job.sequence, going_on):
                 self._hand_over(Handover(sequence, job.router, now))
+
+    def _complete_alone(self, job: Job, times: StageTimes, now: float) -> None:
+        """``max_tokens`` is 0: the prompt was wanted, or its vector."""
+        if job.pooled is not None and not job.pooled.is_sound:
+            reason = "the model's output is not a number"
+            self._report(job, reason, is_retryable=True)
+            self._drop(job, reason, now)
+            return
+        vector = job.pooled.vector() if job.pooled is not None else b""
+        for choice in job.wanted_choices:
+            delta = TokenDelta(choice.request_id, 0, None, FinishReason.LENGTH, None, job.num_cached, vector, times)
+            self._outbox.emit(job.router, delta)
+        self._drop(job, "nothing was to be generated", now, is_done=True)
 
     def _tell_first(self, job: Job, choice: Request, draw: Draw, times: StageTimes) -> None:
         finish = FinishReason.STOP if draw.is_complete else ending(choice, draw.token_id, 1)

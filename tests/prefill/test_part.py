@@ -1,8 +1,10 @@
 """The life of a request in the prefill part; blocks of 16 tokens, two layer groups, first token 500."""
 
+from array import array
 from collections.abc import Sequence as Seq
 
 import pytest
+from msgspec.structs import replace
 
 from crossdock.core.messages import (
     Abort,
@@ -25,7 +27,7 @@ from crossdock.core.messages import (
     TokenDelta,
 )
 from crossdock.core.part import Delivery, Handover, StepBudget
-from crossdock.core.request import Request, RequestId, TokenLogprobs, TransferId
+from crossdock.core.request import Pooling, Request, RequestId, TokenLogprobs, TransferId
 from crossdock.core.sequence import Chunk, ChunkResult, FinishReason
 from crossdock.prefill.part import PrefillPart
 
@@ -464,3 +466,19 @@ def test_a_first_token_that_completes_a_grammar_ends_the_request() -> None:
     bench.tables.step_done(chunk)
     assert bench.outbox.deltas == [first_token(finish=FinishReason.STOP)]
     assert (bench.handed_over, bench.part.num_requests) == ([], 0)
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
+def test_a_vector_is_told_only_if_it_is_made_of_numbers(value: float) -> None:
+    bench = Bench()
+    bench.task(replace(request("a", 20, max_tokens=0), pooling=Pooling.MEAN), PREFILL)
+    (chunk,) = bench.plan()
+    bench.part.apply([(chunk, ChunkResult(None, pooled=array("d", [20.0, 20 * value]).tobytes()))], 0.0)
+    bench.tables.step_done(chunk)
+    told = [array("f", delta.pooled).tolist() for delta in bench.outbox.deltas]
+    if value == 1:
+        assert (told, bench.outbox.take_sent()) == ([[1.0, 1.0]], [])
+    else:
+        reason = "the model's output is not a number"
+        assert (told, bench.outbox.take_sent()) == ([], [failed(reason, is_retryable=True)])
+    assert (bench.part.num_requests, bench.books.leased) == (0, 0)
