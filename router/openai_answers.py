@@ -102,10 +102,23 @@ class Completed(Answer):
     system_fingerprint: str
 
 
+class PromptToken(Answer):
+    logprob: float
+    rank: int | None
+    """1 for the likeliest; null for one that is not among the alternatives."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+"""By token id, for each position of the prompt but the first."""
+
+
 class ChatCompletion(Completed):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    """Only where ``prompt_logprobs`` asks for it."""
 
 
 class CalledFunctionDelta(Answer):
@@ -158,6 +171,8 @@ class TextChoice(Answer):
     logprobs: LegacyLogprobs | None
     finish_reason: FinishReason | None
     """Null only before the end of a stream."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Only where ``prompt_logprobs`` asks for it."""
 
 
 class TextCompletion(Completed):

@@ -176,6 +176,8 @@ class CompletionFields(RequestFields):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """vLLM's: of each token of the prompt, and of so many alternatives."""
 
     response_format: OutputFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -200,6 +202,8 @@ class CompletionFields(RequestFields):
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise _refusal("stream_options", "'stream_options' is only allowed when 'stream' is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _refusal("prompt_logprobs", "'prompt_logprobs' is not allowed when 'stream' is true")
         return self
 
 
@@ -222,6 +226,17 @@ class CompletionRequest(CompletionFields):
         if self.stream and self.num_generated > num_shown:
             raise _refusal("best_of", "'best_of' greater than 'n' is not allowed when 'stream' is true")
         return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        """An echo shows as many alternatives as ``logprobs`` says."""
+        if self.num_prompt_logprobs != self.prompt_logprobs and self.prompt_logprobs is not None:
+            raise _refusal("prompt_logprobs", "'prompt_logprobs' differs from 'logprobs', which 'echo' shows")
+        return self
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
 
     @property
     def num_generated(self) -> int:

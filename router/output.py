@@ -1,6 +1,6 @@
 """One choice of one HTTP request: what a worker is asked for, and from its tokens what the client is shown."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.messages import TokenDelta
@@ -57,6 +57,7 @@ class Choice:
     is_stream: bool = False
     syntax: OutputSyntax = PLAIN
     shows_logprobs: bool = True
+    shows_prompt_logprobs: bool = False
     pooling: Pooling | None = None
 
 
@@ -67,6 +68,16 @@ class ScoredToken:
     text: str
     piece: bytes
     logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankedToken:
+    """``rank`` is 1 for the likeliest token, and ``None`` for one that is not among those looked at."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +167,7 @@ class OutputAssembler:
         output = self._parsed(scanned.text, (entry,) if entry is not None else ())
         if not self._is_opened:
             self._is_opened = True
-            text, entries = self._choice.prompt.text + output.text, (*self.prompt_entries(), *output.entries)
+            text, entries = self._choice.prompt.text + output.text, (*self._echoed_entries(), *output.entries)
             output = replace(output, text=text, entries=entries)
         if not self._choice.is_stream:
             self._kept.append(output)
@@ -227,6 +238,20 @@ class OutputAssembler:
         if delta.logprobs is None or delta.token_id is None or not self._choice.shows_logprobs:
             return None
         return self._scored(delta.token_id, delta.logprobs, self._num_chars)
+
+    def ranked_prompt(self) -> list[list[RankedToken] | None]:
+        """For each position of the prompt the token there, then the likeliest ones; nothing is known of the first."""
+        token_ids = self._choice.prompt.token_ids
+        return [None, *(self._ranked(token_ids[i], self._prompt_logprobs[i]) for i in range(1, len(token_ids)))]
+
+    def _ranked(self, token_id: int, logprobs: TokenLogprobs) -> list[RankedToken]:
+        ranks = {top_id: rank for rank, top_id in enumerate(logprobs.top_ids, 1)}
+        own = RankedToken(token_id, self._text.token_text(token_id), logprobs.token_logprob, ranks.get(token_id))
+        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        return [own, *(RankedToken(i, self._text.token_text(i), p, ranks[i]) for i, p in top if i != token_id)]
+
+    def _echoed_entries(self) -> Iterable[TokenEntry]:
+        return self.prompt_entries() if self._choice.shows_logprobs else ()
 
     def prompt_entries(self) -> Iterator[TokenEntry]:
         """One a token of the prompt, if they were asked for; once all `add_prompt_logprobs` have come."""

@@ -90,6 +90,7 @@ def prepare_chat(body: ChatCompletionRequest, text: TextModel, limits: Limits, d
         grammar=_admitted(answer_grammar(body, text, thought_begun(body, text, prompt)), text),
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
     params = fitted(params, prompt, limits.max_model_len, limits, "messages")
     check_room("n", body.num_generated, prompt, limits)
@@ -109,7 +110,7 @@ def prepare_completion(
         grammar=_admitted(wanted_grammar(body), text),
         max_tokens=body.max_tokens,
         logprobs=0 if body.logprobs is None and is_ranked else body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=body.num_prompt_logprobs,
     )
     prompts = prompts_of(body.prompt, "prompt", text, limits.vocab_size)
     field = "best_of" if is_ranked else "n"
@@ -185,7 +186,16 @@ def choices_of(
     seed = draw_seed() if body.seed is None else body.seed
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return [
-        Choice(first + k, prompt, replace(params, seed=choice_seed(seed, k)), stop, echo, bool(body.stream), syntax)
+        Choice(
+            first + k,
+            prompt,
+            replace(params, seed=choice_seed(seed, k)),
+            stop,
+            echo,
+            bool(body.stream),
+            syntax,
+            shows_prompt_logprobs=body.prompt_logprobs is not None,
+        )
         for k in range(body.num_generated)
     ]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import orjson
 
 from .openai_errors import ApiError
-from .output import OutputAssembler, OutputDelta, ScoredToken, TokenEntry
+from .output import OutputAssembler, OutputDelta, RankedToken, ScoredToken, TokenEntry
 from .parsing.deltas import CallArguments, CallDelta, CallStart, WholeCall, whole_calls
 from .token_usage import token_usage
 
@@ -94,8 +94,20 @@ class ChoicesFormat(WireFormat):
 
     def body(self, assemblers: Sequence[OutputAssembler]) -> bytes:
         shown = self._shown(assemblers)
-        choices = [self._whole_choice(index, assembler.output) for index, assembler in enumerate(shown)]
-        return orjson.dumps({**self._head, "choices": choices, "usage": usage_of(assemblers)})
+        choices = [
+            {**self._whole_choice(index, assembler.output), **self._scores_of_choice(assembler)}
+            for index, assembler in enumerate(shown)
+        ]
+        usage = usage_of(assemblers)
+        return orjson.dumps({**self._head, "choices": choices, "usage": usage, **self._scores_of_prompt(shown[0])})
+
+    def _scores_of_choice(self, assembler: OutputAssembler) -> Json:
+        """Of its prompt, where there may be several prompts."""
+        return {}
+
+    def _scores_of_prompt(self, assembler: OutputAssembler) -> Json:
+        """Of the prompt that all choices have."""
+        return {}
 
     def _shown(self, assemblers: Sequence[OutputAssembler]) -> Sequence[OutputAssembler]:
         return assemblers
@@ -170,6 +182,9 @@ class ChatFormat(ChoicesFormat):
     def _logprobs(self, entries: Iterable[TokenEntry]) -> Json:
         return {"content": token_logprobs(entries), "refusal": None}
 
+    def _scores_of_prompt(self, assembler: OutputAssembler) -> Json:
+        return _prompt_scores(assembler)
+
 
 class CompletionFormat(ChoicesFormat):
     """https://platform.openai.com/docs/api-reference/completions/object"""
@@ -188,6 +203,9 @@ class CompletionFormat(ChoicesFormat):
         ranked = (sorted(group, key=_mean_logprob, reverse=True) for group in _by_prompt(assemblers))
         return [assembler for group in ranked for assembler in group[: self._num_best]]
 
+    def _scores_of_choice(self, assembler: OutputAssembler) -> Json:
+        return _prompt_scores(assembler)
+
     def _text_member(self, delta: OutputDelta) -> bytes:
         return b'"text":%b' % orjson.dumps(delta.text)
 
@@ -202,6 +220,22 @@ class CompletionFormat(ChoicesFormat):
             "top_logprobs": [_legacy_top(entry) for entry in entries],
             "text_offset": [entry.offset for entry in entries],
         }
+
+
+def _prompt_scores(assembler: OutputAssembler) -> Json:
+    """vLLM's ``prompt_logprobs``, if asked for: of each position an object by token id."""
+    if not assembler.choice.shows_prompt_logprobs:
+        return {}
+    return {
+        "prompt_logprobs": [
+            ranked and {str(token.token_id): _ranked_token(token) for token in ranked}
+            for ranked in assembler.ranked_prompt()
+        ]
+    }
+
+
+def _ranked_token(token: RankedToken) -> Json:
+    return {"logprob": _finite(token.logprob), "rank": token.rank, "decoded_token": token.text}
 
 
 def usage_of(assemblers: Iterable[OutputAssembler]) -> Json:

@@ -74,6 +74,8 @@ def bodies(**more: object) -> list[tuple[str, Json]]:
 
 
 PAIR = (Role.PREFILL, Role.DECODE)
+YES = (("68", -1.0, "e"), ("82", -2.0, "s"))
+"""Ids of the second and third token of "yes", what workers score them with, and their texts."""
 
 
 # --- answers ---------------------------------------------------------------------------------------
@@ -186,6 +188,41 @@ async def test_a_prompt_is_scored_without_making_a_token(cluster: "Cluster", cli
     assert whole["choices"][0]["text"] == "yes"
     assert whole["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
     assert whole["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+async def test_prompts_are_scored_by_token_id_as_vllm_does(
+    cluster: "Cluster", client: httpx.AsyncClient, num_choices: int
+) -> None:
+    await cluster.add(*PAIR)
+    scores = [None, *({token: {"logprob": p, "rank": None, "decoded_token": t}} for token, p, t in YES)]
+    asking = {"prompt_logprobs": 0, "n": num_choices}
+    whole = (await client.post("/v1/completions", json=completion(prompt=["yes", "yes"], **asking))).json()
+    assert [choice["prompt_logprobs"] for choice in whole["choices"]] == [scores] * 2 * num_choices
+    assert [choice["logprobs"] for choice in whole["choices"]] == [None] * 2 * num_choices
+    echoed = (await client.post("/v1/completions", json=completion(prompt="yes", echo=True, **asking))).json()
+    assert [(choice["text"][:3], choice["logprobs"]) for choice in echoed["choices"]] == [("yes", None)] * num_choices
+    assert echoed["choices"][0]["prompt_logprobs"] == scores
+    talk = (await client.post("/v1/chat/completions", json=chat(**asking))).json()
+    assert len(talk["prompt_logprobs"]) == talk["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in talk["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"stream": True}, "'prompt_logprobs' is not allowed when 'stream' is true."),
+        ({"echo": True, "logprobs": 2}, "'prompt_logprobs' differs from 'logprobs', which 'echo' shows."),
+        ({"prompt_logprobs": 21}, "Invalid 'prompt_logprobs': Input should be less than or equal to 20. Got 21."),
+        ({"prompt_logprobs": -1}, "Invalid 'prompt_logprobs': Input should be greater than or equal to 0. Got -1."),
+    ],
+)
+async def test_scores_of_prompts_are_refused_where_they_cannot_be_shown(
+    cluster: "Cluster", client: httpx.AsyncClient, more: Json, message: str
+) -> None:
+    await cluster.add(Role.MIXED)
+    error = (await client.post("/v1/completions", json=completion(**{"prompt_logprobs": 1, **more}))).json()["error"]
+    assert (error["param"], error["message"]) == ("prompt_logprobs", message)
 
 
 # --- refusals --------------------------------------------------------------------------------------
