@@ -47,13 +47,16 @@ def small_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="session")
-def run_tool() -> RunTool:
+def run_tool(tmp_path_factory: pytest.TempPathFactory) -> RunTool:
     """Run a program of the clients' environment; what it printed."""
+    folder = tmp_path_factory.mktemp("what_tools_leave")
 
     def run(*command: str, stdin: str = "", seconds: float = 100) -> str:
         assert BIN.is_dir(), "the clients are not installed: run `make clients`"
         line = [str(BIN / command[0]), *command[1:]]
-        done = subprocess.run(line, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=seconds)
+        done = subprocess.run(
+            line, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=seconds, cwd=folder
+        )
         assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

@@ -13,6 +13,7 @@ from ..e2e.server import Server
 from .conftest import RunClient, RunTool
 
 ANSWER = "The capital of France is Paris."
+CITY = {"name": "Paris", "is_capital": True}
 NUM_ANSWER_TOKENS = 8
 """Seven of text and the one that ends the turn."""
 
@@ -33,6 +34,11 @@ def test_openai(run_client: RunClient, server: Server) -> None:
             "usage": [5, 9],
             "is_seed_kept": True,
         },
+        "structured": {
+            "parsed": CITY,
+            "calls": [{"city": "Rome"}],
+            "finish_reason": "tool_calls",
+        },
         "refusals": {"other model": "model_not_found", "unknown field": "temprature"},
     }
 
@@ -44,6 +50,13 @@ def test_langchain(run_client: RunClient, server: Server) -> None:
         "output_tokens": NUM_ANSWER_TOKENS,
         "streamed": ANSWER,
         "batched": [ANSWER, ANSWER],
+        "structured": CITY,
+        "agent": [
+            ["human", "ai", "tool", "ai"],
+            [["weather", {"city": "Rome"}]],
+            "It is sunny in Rome.",
+            True,
+        ],
     }
 
 
@@ -53,12 +66,19 @@ def test_litellm(run_client: RunClient, server: Server) -> None:
         "usage": [NUM_ANSWER_TOKENS, NUM_ANSWER_TOKENS],
         "streamed": ANSWER,
         "completion": " Paris.",
+        "schema": CITY,
+        "calls": [["weather", '{"city": "Rome"}']],
         "refusal": 404,
     }
 
 
 def test_pydantic_ai(run_client: RunClient, server: Server) -> None:
-    assert run_client("with_pydantic_ai", server) == {"output": ANSWER, "output_tokens": NUM_ANSWER_TOKENS}
+    assert run_client("with_pydantic_ai", server) == {
+        "output": ANSWER,
+        "output_tokens": NUM_ANSWER_TOKENS,
+        "by_schema": CITY,
+        "by_call": CITY,
+    }
 
 
 def test_clients_of_the_responses_api(run_client: RunClient, server: Server) -> None:

@@ -1,10 +1,12 @@
-"""What `openai` makes of the server: chat, completions, streams, logprobs, several choices, errors."""
+"""What `openai` makes of the server: chat, completions, streams, logprobs, choices, a call, a schema, errors."""
 
 import json
 import sys
+from typing import Literal
 
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI, pydantic_function_tool
 from openai.types.chat import ChatCompletionMessageParam
+from pydantic import BaseModel
 
 FRANCE: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -38,6 +40,32 @@ def completions(client: OpenAI) -> dict[str, object]:
     }
 
 
+class City(BaseModel):
+    name: Literal["Paris", "Rome"]
+    is_capital: bool
+
+
+class Weather(BaseModel):
+    city: Literal["Paris", "Rome"]
+
+
+def structured(client: OpenAI) -> dict[str, object]:
+    made = client.chat.completions.parse(model="demo", messages=FRANCE, temperature=0, response_format=City)
+    called = client.chat.completions.parse(
+        model="demo",
+        messages=[{"role": "user", "content": "How is the weather in Rome?"}],
+        temperature=0,
+        tools=[pydantic_function_tool(Weather)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    return {
+        "parsed": made.choices[0].message.parsed,
+        "calls": [call.function.parsed_arguments for call in called.choices[0].message.tool_calls or []],
+        "finish_reason": called.choices[0].finish_reason,
+    }
+
+
 def refusals(client: OpenAI) -> dict[str, object]:
     seen: dict[str, object] = {}
     try:
@@ -57,6 +85,7 @@ if __name__ == "__main__":
             "models": [model.id for model in client.models.list()],
             "chat": chat(client),
             "completions": completions(client),
+            "structured": structured(client),
             "refusals": refusals(client),
         }
-    json.dump(seen, sys.stdout)
+    json.dump(seen, sys.stdout, default=BaseModel.model_dump)
