@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from .embedding_api import EmbeddingRequest, prepare_embeddings
 from .openai_answers import EmbeddingList
-from .openapi import WORK_ERRORS, answers, example
+from .openapi import WORK_ERRORS, answers, post
 
 if TYPE_CHECKING:
     from .app import Router
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 def embedding_routes(router: "Router") -> APIRouter:
     routes = APIRouter()
 
-    @routes.post(
+    @post(
+        routes,
         "/v1/embeddings",
-        response_model=None,
-        response_class=Response,
-        responses=answers(EmbeddingList, *WORK_ERRORS),
-        openapi_extra=example(input=["a text", "another one"]),
+        answers(EmbeddingList, *WORK_ERRORS),
+        example={"input": ["a text", "another one"]},
     )
     async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
         """A vector of each input, where the model's files, or the flag `--pooling`, say how it is made."""

@@ -1,7 +1,7 @@
 """What ``/openapi.json`` says: every path, every field of every body, every status with the form of its answer.
 
-Route files describe their routes with `answers` and `get`; `DescribedApp` puts it together. An endpoint that can
-answer with a status says so, and the other way round.
+Route files describe their routes with `answers`, `get` and `post`; `DescribedApp` puts it together. An endpoint that
+can answer with a status says so, and the other way round.
 """
 
 from collections.abc import Callable, Coroutine
@@ -84,9 +84,12 @@ def get(routes: APIRouter, path: str, responses: Answers) -> Callable[[Endpoint]
     return register
 
 
-def example(**body: object) -> dict[str, Any]:
-    """For ``openapi_extra=`` of a route: a body that works with any model."""
-    return {"requestBody": {"content": {"application/json": {"example": body}}}}
+def post(
+    routes: APIRouter, path: str, responses: Answers, example: dict[str, object] | None = None
+) -> Callable[[Endpoint], Endpoint]:
+    """A decorator: the endpoint answers POST. ``example`` is a body that works with any model, for the description."""
+    extra = {"requestBody": {"content": {"application/json": {"example": example}}}} if example else None
+    return routes.post(path, response_model=None, response_class=Response, responses=responses, openapi_extra=extra)
 
 
 def _operation_id(route: APIRoute) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue
 from .openai_answers import Detokenized, Tokenized
 from .openai_api import ChatCompletionRequest, CheckedBody, Message, TokenIds
 from .openai_errors import ApiError
-from .openapi import WORK_ERRORS, answers, example
+from .openapi import WORK_ERRORS, answers, post
 from .prepare import check_model
 from .prompts import chat_prompt
 from .sampling import check_ids
@@ -91,12 +91,11 @@ def tokenized(body: TokenizeRequest, text: TextModel, max_model_len: int) -> byt
 def tokenization_routes(router: "Router") -> APIRouter:
     routes = APIRouter()
 
-    @routes.post(
+    @post(
+        routes,
         "/tokenize",
-        response_model=None,
-        response_class=Response,
-        responses=answers(Tokenized, *WORK_ERRORS),
-        openapi_extra=example(prompt="The capital of France is", return_token_strs=True),
+        answers(Tokenized, *WORK_ERRORS),
+        example={"prompt": "The capital of France is", "return_token_strs": True},
     )
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a text, or of messages in the model's chat template, as a completion would see them."""
@@ -104,12 +103,11 @@ def tokenization_routes(router: "Router") -> APIRouter:
         answer = await asyncio.to_thread(tokenized, body, router.text, router.limits().max_model_len)
         return Response(answer, media_type="application/json")
 
-    @routes.post(
+    @post(
+        routes,
         "/detokenize",
-        response_model=None,
-        response_class=Response,
-        responses=answers(Detokenized, *WORK_ERRORS),
-        openapi_extra=example(tokens=[0, 1, 2]),
+        answers(Detokenized, *WORK_ERRORS),
+        example={"tokens": [0, 1, 2]},
     )
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens, special ones included."""

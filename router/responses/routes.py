@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from ..access.caller import Caller
 from ..openai_api import Body
 from ..openai_errors import ApiError, shown
-from ..openapi import WORK_ERRORS, answers, example, get
+from ..openapi import WORK_ERRORS, answers, get, post
 from ..wire_format import Json
 from .answers import DeletedResponse, ItemList, ResponseAnswer, ResponseEvent
 from .bodies import ResponseRequest
@@ -95,12 +95,11 @@ def _tenant(http: HttpRequest) -> str:
 
 
 def creation_routes(routes: APIRouter, router: "Router", kept: KeptResponses) -> None:
-    @routes.post(
+    @post(
+        routes,
         "/v1/responses",
-        response_model=None,
-        response_class=Response,
-        responses=answers(ResponseAnswer, *WORK_ERRORS, event=ResponseEvent),
-        openapi_extra=example(input="Why is the sky blue?", max_output_tokens=32),
+        answers(ResponseAnswer, *WORK_ERRORS, event=ResponseEvent),
+        example={"input": "Why is the sky blue?", "max_output_tokens": 32},
     )
     async def create_response(body: ResponseRequest, http: HttpRequest) -> Response:
         """Answer a conversation, given whole or as what follows `previous_response_id`.
@@ -111,12 +110,7 @@ def creation_routes(routes: APIRouter, router: "Router", kept: KeptResponses) ->
         num_bytes = sum(turn.num_bytes for turn in turns_to(keeper.previous))
         return await router.answer(http, partial(prepare_response, body, keeper), num_bytes, body.has_grammar)
 
-    @routes.post(
-        "/v1/responses/{response_id}/cancel",
-        response_model=None,
-        response_class=Response,
-        responses=answers(ResponseAnswer, *KEPT_ERRORS),
-    )
+    @post(routes, "/v1/responses/{response_id}/cancel", answers(ResponseAnswer, *KEPT_ERRORS))
     async def cancel_response(response_id: str, http: HttpRequest) -> Response:
         """Always refused: only responses made in the background can be cancelled, and none are."""
         kept.find(http, response_id)
