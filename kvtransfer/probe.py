@@ -201,8 +201,11 @@ class Probe:
     def _next_trial(self, now: float) -> ProbeActions:
         if not self._trials:
             return self._settle(now)
+        deadline = self._last_contact + self._lease_seconds * 2 / 3
+        if now >= deadline:  # the blocks may be somebody else's by now
+            return self._give_up("this worker stood still for too long", now)
         self.state = ProbeState.DUE
-        self._next_event = self._last_contact + self._lease_seconds * 2 / 3
+        self._next_event = deadline
         return NOTHING
 
     def _settle(self, now: float) -> ProbeActions:

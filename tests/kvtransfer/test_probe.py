@@ -78,6 +78,16 @@ def make_trial(probe: Probe, seconds: float, now: float, check_seconds: float = 
     return probe.judged(verdict(trial.number, check_seconds=check_seconds), now + seconds + check_seconds)
 
 
+def test_a_worker_that_stood_still_makes_no_other_trial_in_blocks_lent_long_ago() -> None:
+    probe = make_probe("shm", "tcp")
+    probe.granted(grant(), 0.1)
+    probe.sent(0.2, 0.2)
+    ended = probe.tick(20.0)  # its verdict is late, and so is everything else
+    assert (probe.trial, probe.state) == (None, ProbeState.WAITING)
+    assert ended.messages == (ProbeDone(probe_id="p/d/1"),)
+    assert ended.link == Link(to=DECODE.incarnation, transport="", error="this worker stood still for too long")
+
+
 def test_each_transport_is_tried_with_one_block_and_with_all() -> None:
     probe = make_probe()
     probe.granted(grant(), 0.1)

@@ -154,8 +154,8 @@ class RandomWalk:
             Fault.STALL: {self.stall: 1, self.wake: 1, self.declare_dead: 1},
             Fault.DEATH: {self.die: 1, self.declare_dead: 1},
         }
-        for fault in faults:
-            weights.update(of_faults.get(fault, {}))
+        for fault in Fault:  # in the same order in every process
+            weights.update(of_faults.get(fault, {}) if fault in faults else {})
         self._steps, self._weights = list(weights), list(weights.values())
 
     def step(self) -> None:
