@@ -8,7 +8,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -131,7 +131,7 @@ class GrammarDoor:
     """Lets in grammars that compile over the model's vocabulary. One for a router; from any thread.
 
     Outcomes are remembered, the good and the bad. A compilation runs in a thread of its own, at most `NUM_COMPILING` at
-    a time, which nobody waits for longer than `COMPILE_SECONDS`.
+    a time, which nobody waits for longer than `COMPILE_SECONDS`; one that has not begun by then never does.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -142,11 +142,14 @@ class GrammarDoor:
 
     def admit(self, grammar: str, field: str) -> str:
         """The grammar itself. Raises `ApiError`, which names ``field``, for one that does not compile in time."""
+        outcome = self._outcome(grammar)
         try:
-            self._outcome(grammar).result(COMPILE_SECONDS)
+            outcome.result(COMPILE_SECONDS)
         except BadGrammar as error:
             raise ApiError.invalid(field, f"Invalid '{field}': {error}.") from None
-        except TimeoutError:
+        except (TimeoutError, CancelledError):
+            if outcome.cancel():
+                raise ApiError.overloaded("too many grammars wait to be compiled") from None
             raise ApiError.invalid(field, f"Invalid '{field}': it takes too long to compile.") from None
         return grammar
 
@@ -154,7 +157,7 @@ class GrammarDoor:
         key = hashlib.blake2b(grammar.encode(), digest_size=32).digest()
         with self._lock:
             outcome = self._outcomes.get(key)
-            if outcome is None:
+            if outcome is None or outcome.cancelled():
                 outcome = self._outcomes[key] = Future()
                 if len(self._outcomes) > MAX_REMEMBERED:
                     self._outcomes.popitem(last=False)
@@ -164,6 +167,8 @@ class GrammarDoor:
 
     def _compile(self, grammar: str, outcome: "Future[None]") -> None:
         with self._may_compile:
+            if not outcome.set_running_or_notify_cancel():
+                return
             try:
                 self._compiler.compile(grammar)
             except BadGrammar as error:

@@ -9,6 +9,8 @@ import pytest
 
 from crossdock.core.grammar import MAX_GRAMMAR_BYTES, BadGrammar, GrammarCompiler
 from crossdock.router.grammar import (
+    NUM_COMPILING,
+    GrammarDoor,
     choice_grammar,
     json_object_grammar,
     json_schema_grammar,
@@ -191,6 +193,31 @@ def test_a_fault_in_a_compilation_is_told_at_once(text: TextModel, monkeypatch: 
     for thread in threading.enumerate():
         if thread.name == "grammar":
             thread.join()
+
+
+def test_whoever_waits_too_long_for_the_compilations_of_others_is_told_to_come_again(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.router.grammar.COMPILE_SECONDS", 0.3)
+    begun, released = threading.Semaphore(0), threading.Event()
+
+    def wait(compiler: GrammarCompiler, grammar: str) -> None:
+        begun.release()
+        released.wait()
+
+    monkeypatch.setattr(GrammarCompiler, "compile", wait)
+    door = GrammarDoor(text.vocabulary)
+    for n in range(NUM_COMPILING):
+        with pytest.raises(ApiError, match="too long to compile"):
+            door.admit(f"slow {n}", "guided_regex")
+        begun.acquire()
+    for _ in range(2):
+        with pytest.raises(ApiError, match="too many grammars wait") as refused:
+            door.admit("good", "guided_regex")
+        assert refused.value.status == 503
+    released.set()
+    monkeypatch.setattr("crossdock.router.grammar.COMPILE_SECONDS", 10.0)
+    assert door.admit("good", "guided_regex") == "good"
 
 
 @pytest.mark.parametrize(("grammar", "reason"), BAD)
