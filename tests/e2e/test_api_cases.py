@@ -136,6 +136,21 @@ def test_every_prompt_and_choice_is_scored(server: Server) -> None:
         assert choice.token_logprobs[1:] == pytest.approx(single.token_logprobs[1:], abs=1e-3)
 
 
+def test_the_prompt_of_a_chat_is_scored_by_token_id(
+    server: Server, tokenizer: PreTrainedTokenizerBase, network: PreTrainedModel
+) -> None:
+    messages = [{"role": "user", "content": "naïve 🙂"}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(rendered, add_special_tokens=False).input_ids
+    body = {"messages": messages, "max_tokens": 1, "prompt_logprobs": 2}
+    scores = server.client.post("/v1/chat/completions", json=body).json()["prompt_logprobs"]
+    own = [position and position[str(token_id)]["logprob"] for position, token_id in zip(scores, ids, strict=True)]
+    assert own == logprobs_by_transformers(network, ids)
+    for position in scores[1:]:
+        ranks = {token["rank"]: token["logprob"] for token in position.values()}
+        assert ranks[1] >= ranks[2] >= max((p for rank, p in ranks.items() if rank is None), default=-99)
+
+
 # --- a limit of one token (D1) ---------------------------------------------------------------------
 
 
