@@ -41,6 +41,8 @@ class EmbeddingRequest(CheckedBody):
 class EmbeddingFormat(WireFormat):
     """One JSON body; there is no stream."""
 
+    may_leave_loop = True
+
     def __init__(
         self, body: EmbeddingRequest, model: EmbeddingModel, prepared: PreparedRequest, unique: str, *_: object
     ) -> None:

@@ -60,6 +60,12 @@ class Choice:
     shows_prompt_logprobs: bool = False
     pooling: Pooling | None = None
 
+    @property
+    def wants_numbers(self) -> bool:
+        """Of which there may be millions."""
+        params = self.params
+        return self.pooling is not None or params.logprobs is not None or params.prompt_logprobs is not None
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:

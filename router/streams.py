@@ -173,7 +173,7 @@ class Reply:
                 self._take(event)
             if self._error is not None and self._num_unfinished:
                 raise self._error
-        if self._assemblers[0].pooled:  # millions of numbers, maybe
+        if self._form.may_leave_loop and self._prepared.choices[0].wants_numbers:
             return await asyncio.to_thread(self._form.body, self._assemblers)
         return self._form.body(self._assemblers)
 

@@ -30,6 +30,8 @@ class WireFormat(ABC):
     """One answer, whose ``id`` the client sees; its deltas are given in order."""
 
     id: str
+    may_leave_loop: ClassVar[bool] = False
+    """Whether `body` looks at the assemblers alone, so that a long one can be written in a thread."""
 
     @abstractmethod
     def opening(self, index: int) -> bytes:
@@ -58,6 +60,7 @@ class ChoicesFormat(WireFormat):
     ``created`` is in seconds since 1970; ``fingerprint`` changes with what computes the results.
     """
 
+    may_leave_loop = True
     id_prefix: ClassVar[str]
     body_object: ClassVar[str]
     chunk_object: ClassVar[str]
