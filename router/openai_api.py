@@ -66,8 +66,19 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """``continuous_usage_stats`` is vLLM's: every chunk tells the usage so far."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _check_usage(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise _refusal(
+                "continuous_usage_stats", "'continuous_usage_stats' is only allowed when 'include_usage' is true"
+            )
+        return self
 
 
 class CheckedBody(Body):

@@ -53,7 +53,7 @@ class PreparedRequest:
     """``choices`` are in the order of their index: all of the first prompt, then all of the second, …
 
     ``format`` makes the writer of the answer; see `MakeFormat`. ``num_best`` is how many choices of each prompt are
-    shown, the best, where that is not all.
+    shown, the best, where that is not all. ``repeats_usage`` has every streamed chunk tell the usage so far.
     """
 
     model_name: str
@@ -64,6 +64,7 @@ class PreparedRequest:
     priority: int | None = None
     cache_salt: str | None = None
     num_best: int | None = None
+    repeats_usage: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -203,14 +204,15 @@ def choices_of(
 def _prepared(
     body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: MakeFormat, num_best: int | None = None
 ) -> PreparedRequest:
-    includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    options = body.stream_options
     return PreparedRequest(
         limits.model_name,
         tuple(choices),
         bool(body.stream),
-        includes_usage,
+        options is not None and bool(options.include_usage),
         format,
         body.priority,
         body.cache_salt,
         num_best,
+        options is not None and bool(options.continuous_usage_stats),
     )

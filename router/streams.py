@@ -240,6 +240,8 @@ class Reply:
                 self._stream.end_choice(choice)
         if not self._prepared.is_stream:
             return b""
+        if self._prepared.repeats_usage:
+            self._form.tell_usage(self._assemblers)
         opening = self._form.opening(choice) if delta.index == 0 else b""
         return opening + self._form.chunk(choice, output)
 

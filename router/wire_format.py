@@ -41,6 +41,10 @@ class WireFormat(ABC):
     def chunk(self, index: int, delta: OutputDelta) -> bytes:
         """The events that show one delta, if any."""
 
+    def tell_usage(self, assemblers: Sequence[OutputAssembler]) -> None:
+        """The events that follow carry this usage; for formats whose clients can ask for that."""
+        raise AssertionError("nobody can ask for it here")
+
     @abstractmethod
     def ending(self, assemblers: Sequence[OutputAssembler]) -> bytes:
         """The last events of a stream whose choices are all finished."""
@@ -91,6 +95,9 @@ class ChoicesFormat(WireFormat):
         return self._event(
             b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (index, self._text_member(delta), logprobs, finish)
         )
+
+    def tell_usage(self, assemblers: Sequence[OutputAssembler]) -> None:
+        self._chunk_end = b',"usage":' + orjson.dumps(usage_of(assemblers)) + b"}\n\n"
 
     def ending(self, assemblers: Sequence[OutputAssembler]) -> bytes:
         return (self._usage_chunk(assemblers) if self._includes_usage else b"") + DONE

@@ -110,6 +110,13 @@ async def test_usage_is_streamed_only_to_those_who_ask(
         chunks = chunks_of(await client.post(path, json=body))
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"]["completion_tokens"] == 6  # type: ignore[index]
+    for path, body in bodies(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}):
+        chunks = chunks_of(await client.post(path, json=body))
+        told = [chunk["usage"]["completion_tokens"] for chunk in chunks]  # type: ignore[index]
+        assert told[0] == 1 and told == sorted(told) and told[-2:] == [6, 6]
+    for path, body in bodies(stream=True, stream_options={"continuous_usage_stats": True}):
+        refused = await client.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options.continuous_usage_stats")
     for path, body in bodies(stream=False, stream_options={"include_usage": True}):
         assert (await client.post(path, json=body)).status_code == 400
 
