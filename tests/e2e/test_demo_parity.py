@@ -34,8 +34,8 @@ MODES = {
     "1P1D without prefix reuse": ("--no-prefix-cache",),
     "1P1D in chunks of 64": ("--chunk-tokens", "64"),
     "1P1D in chunks of 2048": ("--chunk-tokens", "2048"),
-    "1P1D with preemption": ("--num-blocks", "60", "--max-model-len", "940"),
-    "mixed with preemption": ("--mixed", "1", "--num-blocks", "90", "--max-model-len", "940"),
+    "1P1D with preemption": ("--num-blocks", "60", "--max-model-len", "960"),
+    "mixed with preemption": ("--mixed", "1", "--num-blocks", "80", "--max-model-len", "960"),
 }
 ALWAYS = ("1P1D over shm", "mixed")
 
