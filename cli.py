@@ -298,17 +298,19 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
         for number, (role, flags) in enumerate(workers)
     ]
     group = WorkerGroup(commands)
+    failure: BaseException | None = None
     try:
         with _telemetry(config) as telemetry:
             group.start()
             serve_router(config, listener, mailbox, _text_of(source, config), group.run, telemetry)
     except* WorkerFailed as failures:
-        failure: BaseException = failures
+        failure = failures
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
-        _fail(str(failure))
     finally:
         group.stop()
+    if failure is not None:
+        _fail(str(failure))
 
 
 @contextmanager

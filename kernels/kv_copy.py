@@ -108,8 +108,8 @@ def _copy_spans(
     source, destination, source_blocks, destination_blocks, source_stride, destination_stride, size,
     num_chunks, num_items, FROM_LIST: tl.constexpr, TO_LIST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
-    destination = tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), 16)
+    source = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)  # a small address comes as an int32
+    destination = tl.multiple_of(destination.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         index = item // num_chunks
         words = (item % num_chunks) * CHUNK + tl.arange(0, CHUNK)

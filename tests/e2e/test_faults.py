@@ -182,7 +182,7 @@ def test_the_death_of_a_worker_costs_no_more_than_the_requests_on_it(
 ) -> None:
     load = asyncio.run(strike_under_load(pair, questions, partial(strike, pair, role)))
     assert load.faults == []
-    assert load.errors
+    assert load.errors or role == "prefill"  # of which a request may need no more than was sent, or start again
     pair.wait_until_nothing_is_left(30)
     assert pair.scrape().worker("accepting") == 2
 

@@ -168,7 +168,7 @@ REASONS = {
     "nor owner/name on the hub",
     "no such option": "No such option: --speed",
     "an unknown dtype": "'float17' is no dtype",
-    "an unknown transport": "smoke is no transport; there are shm,tcp",
+    "an unknown transport": "smoke is no transport; there are",
     "a size that is none": "'12q' is no size; write 256MiB or 2G",
     "an address that is none": "'somewhere' is no address; write tcp://host:port",
     "a pool without room": "crossdock: the pool would have 0 blocks of 16 tokens; give it more memory",
