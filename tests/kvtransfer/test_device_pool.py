@@ -1,47 +1,23 @@
 """A pool in a device's memory: what goes in through the host comes out again, and nothing else changes."""
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
+from crossdock.core.kv_layout import KvLayout, LayerGroup
+from crossdock.kvtransfer.device_pool import DevicePool
+from crossdock.kvtransfer.pool_bytes import PoolBytes
 
-from crossdock.core.kv_layout import KvLayout, LayerGroup  # noqa: E402
-from crossdock.kvtransfer.device_pool import CopyStream, DevicePool, Mark  # noqa: E402
-from crossdock.kvtransfer.pool_bytes import PoolBytes  # noqa: E402
-from crossdock.model.device_stream import CudaStream  # noqa: E402
+from ..model.gpu import gpu_stream
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 6
 
 
-class Passed:
-    def synchronize(self) -> None: ...
-
-
-class ImmediateStream:
-    """`CopyStream` of a device that is the host."""
-
-    device = torch.device("cpu")
-
-    def launching(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def host_memory(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_elements, dtype=dtype)
-
-    def mark(self) -> Mark:
-        return Passed()
-
-
 @pytest.fixture
 def pool() -> DevicePool:
-    stream: CopyStream = CudaStream(torch.device("cuda", 0)) if HAS_GPU else ImmediateStream()
+    stream = gpu_stream()
     tensor = torch.randn(NUM_BLOCKS, *LAYOUT.block_shape).to(stream.device)
     return DevicePool(tensor, LAYOUT, 2, stream)
 
