@@ -213,6 +213,7 @@ async def hold_streams(url: str, router: Peer, num_streams: int, rate: float, to
 
 def be_load(url: str, router: Peer, num_streams: int, rate: float, told: Connection) -> None:
     os.sched_setaffinity(0, {LOAD_CORE})
+    os.nice(19)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(hold_streams(url, router, num_streams, rate, told))
 

@@ -25,7 +25,7 @@ MAX_FRAME_BYTES = 1 << 30
 """ZeroMQ closes a connection that announces a longer frame."""
 MAX_PEERS = 1000
 """Beyond, the DEALER opened first is closed (a context has 1023 sockets); a later message opens it again."""
-MAX_DELIVERIES_A_TURN = 64
+MAX_DELIVERIES_A_TURN = 8
 """So many may be received before other tasks of the event loop get their turn."""
 
 # plain ints: arithmetic on zmq's flag enums costs as much as the sending itself

@@ -23,6 +23,7 @@ from .access.visit import Visit
 from .completion_routes import EVENTS, completion_routes
 from .dispatcher import Dispatcher
 from .embedding_routes import embedding_routes
+from .json_body import LONG_BODY_BYTES
 from .ledger import Failure
 from .metrics import RouterMetrics
 from .model_routes import model_routes
@@ -40,9 +41,6 @@ from .telemetry import SILENT, Telemetry
 from .text import TextModel
 from .tokenization import tokenization_routes
 from .tracing import RequestTrace
-
-LONG_BODY_BYTES = 8 << 10
-"""Longer requests are tokenised in a thread; for shorter ones the switch would cost more."""
 
 MAX_COMPILING = 8
 """Requests that may wait for their grammars at a time; they have threads of their own."""

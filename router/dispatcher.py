@@ -7,7 +7,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from ..core.block_hash import BlockHasher, model_root
 from ..core.config import RouterConfig
@@ -36,10 +36,11 @@ from .ledger import Attempt, Entry, Failure, Ledger
 from .metrics import EndReason, RouterMetrics
 from .placement import Demand, NoCapacity, Placement, place, record
 from .prefix_map import PrefixMap
+from .turns import Turns
 
 TICK_SECONDS = 1.0
-MAX_TOKENS_A_TURN = 32
-"""So many are brought to their clients before new requests get their turn of the event loop."""
+MAX_TURNS = 10_000
+"""Beyond, the router has fallen behind its workers for good."""
 
 _log = logging.getLogger("crossdock.router")
 
@@ -61,6 +62,9 @@ class Dispatcher:
         self._mailbox = mailbox
         self._metrics = metrics
         self._clock = clock
+        self._turns = Turns()
+        self._has_turns = asyncio.Event()
+        self._has_caught_up = asyncio.Event()
         self._num_placed = 0
         self._ticked_at = self._told_at = clock()
         metrics.watch(self.fleet, self.ledger, self.prefixes, lambda: mailbox.num_rejected)
@@ -292,25 +296,30 @@ class Dispatcher:
         """Serve until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive())
+            tasks.create_task(self._take_turns())
             tasks.create_task(self._keep_time())
 
     async def _receive(self) -> None:
         while True:
-            for delivery in _in_turns(await self._mailbox.receive()):
-                self.handle(delivery)
+            first = self._turns.add(await self._mailbox.receive())
+            if first is not None:
+                self.handle(first)
+            if self._turns:
+                self._has_turns.set()
+            if len(self._turns) > MAX_TURNS:  # what comes meanwhile waits in the mailbox, which is bounded
+                self._has_caught_up.clear()
+                await self._has_caught_up.wait()
+
+    async def _take_turns(self) -> None:
+        while True:
+            await self._has_turns.wait()
+            self._has_turns.clear()
+            while self._turns:
+                self.handle(self._turns.take())
                 await asyncio.sleep(0)
+            self._has_caught_up.set()
 
     async def _keep_time(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.tick()
-
-
-def _in_turns(delivery: Delivery) -> Iterator[Delivery]:
-    """The message in pieces, each of them little work."""
-    message = delivery.message
-    if not isinstance(message, Tokens) or len(message.deltas) <= MAX_TOKENS_A_TURN:
-        yield delivery
-        return
-    for start in range(0, len(message.deltas), MAX_TOKENS_A_TURN):
-        yield Delivery(delivery.sender, Tokens(deltas=message.deltas[start : start + MAX_TOKENS_A_TURN]))

@@ -55,9 +55,6 @@ class Attempt:
     def legs(self) -> tuple[Worker, ...]:
         return (self.pair.prefill,) if self.pair.is_one_worker else (self.pair.prefill, self.pair.decode)
 
-    def involves(self, peer: Peer) -> bool:
-        return peer == self.pair.decode.peer or peer == self.pair.prefill.peer
-
 
 class AttemptTrace(Protocol):
     """Who tells of the attempts of an entry."""
@@ -187,8 +184,8 @@ class Ledger:
 
     def find(self, request_id: RequestId, sender: Peer) -> Entry | None:
         """The entry whose current attempt has this id and runs, in part, on ``sender``."""
-        entry = self._entries.get(request_id)
-        return entry if entry is not None and entry.attempt.involves(sender) else None
+        of_worker = self._by_worker.get(sender.incarnation)
+        return of_worker.get(request_id) if of_worker is not None else None
 
     def end(self, entry: Entry) -> bool:
         """The current attempt is over; false if it was already."""

@@ -120,17 +120,11 @@ def of_validation(problems: Sequence[Problem]) -> ApiError:
     worst = max(same_field, key=lambda problem: len(_path(problem)))
     param = ".".join(_path(worst)) or None
     match worst["type"]:
-        case "model_attributes_type" if isinstance(worst["input"], bytes):
-            return ApiError.invalid(None, "The body must be JSON, with the header 'content-type: application/json'.")
-        case "json_invalid":
-            return ApiError.invalid(None, f"The request body is no valid JSON: {worst['ctx']['error']}.")
         case "unknown":
             name = ".".join(_path(worst))
             return ApiError.invalid(name, f"Unknown parameter: '{name}'.", "unknown_parameter")
         case "missing":
-            return ApiError.invalid(
-                param, f"Missing required parameter: '{param}'." if param else "The body is missing."
-            )
+            return ApiError.invalid(param, f"Missing required parameter: '{param}'.")
         case "refused":
             return ApiError.invalid(param, f"{worst['msg']}.")
     reasons = dict.fromkeys(str(problem["msg"]) for problem in same_field if _path(problem) == _path(worst))

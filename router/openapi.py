@@ -5,19 +5,22 @@ can answer with a status says so, and the other way round.
 """
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, get_type_hints
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 
 from ..core.version import VERSION
+from .json_body import json_body
 from .openai_answers import ErrorAnswer
 
 Answers = dict[int | str, dict[str, Any]]
 Endpoint = Callable[..., Coroutine[Any, Any, Response]]
+WorkEndpoint = Callable[[Any, Request], Coroutine[Any, Any, Response]]
 
 ALWAYS = (400, 500)
 """Of every endpoint: a request id that nobody can use, a fault of ours."""
@@ -85,11 +88,28 @@ def get(routes: APIRouter, path: str, responses: Answers) -> Callable[[Endpoint]
 
 
 def post(
-    routes: APIRouter, path: str, responses: Answers, example: dict[str, object] | None = None
-) -> Callable[[Endpoint], Endpoint]:
-    """A decorator: the endpoint answers POST. ``example`` is a body that works with any model, for the description."""
-    extra = {"requestBody": {"content": {"application/json": {"example": example}}}} if example else None
-    return routes.post(path, response_model=None, response_class=Response, responses=responses, openapi_extra=extra)
+    routes: APIRouter, path: str, responses: Answers, example: dict[str, object]
+) -> Callable[[WorkEndpoint], WorkEndpoint]:
+    """A decorator: the endpoint, of a body and the request that it came in, answers POST.
+
+    ``example`` is a body that works with any model, for the description.
+    """
+    extra = {"requestBody": {"content": {"application/json": {"example": example}}}}
+
+    def register(endpoint: WorkEndpoint) -> WorkEndpoint:
+        model = get_type_hints(endpoint)["body"]
+
+        async def serve(http: Request) -> Response:
+            return await endpoint(await json_body(http, model), http)
+
+        # As above: the first serves, since FastAPI's own way with bodies holds up the event loop for a long one.
+        routes.post(path, response_model=None, include_in_schema=False)(serve)
+        routes.post(path, response_model=None, response_class=Response, responses=responses, openapi_extra=extra)(
+            endpoint
+        )
+        return endpoint
+
+    return register
 
 
 def _operation_id(route: APIRoute) -> str:

@@ -62,7 +62,7 @@ class Stream:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._entries: list[Entry] = []
+        self._entries: Sequence[Entry] = ()
         self._events: list[Event] = []
         self._wake: asyncio.Future[None] | None = None
         self._is_left = False
@@ -127,8 +127,10 @@ class Stream:
         for pending in (self._watch, self._timer):
             if pending is not None:
                 pending.cancel()
+        self._watch = self._timer = None  # a cancelled task keeps its traceback, and that this stream
         for entry in self._entries:
             self._dispatcher.release(entry, EndReason.ABORT)
+        self._entries = ()  # they know this stream
 
     # --- what the dispatcher calls -------------------------------------------------------------
 
@@ -157,6 +159,8 @@ class Reply:
     """The text of one answer: an assembler a choice, fed from the stream's events."""
 
     def __init__(self, stream: Stream, prepared: PreparedRequest, text: TextModel, form: WireFormat) -> None:
+        self.entries = stream.entries
+        """One a choice."""
         self._stream = stream
         self._prepared = prepared
         self._text = text
@@ -195,11 +199,6 @@ class Reply:
     @property
     def prepared(self) -> PreparedRequest:
         return self._prepared
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        """One a choice."""
-        return self._stream.entries
 
     @property
     def usage(self) -> TokenUsage:

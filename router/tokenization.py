@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import orjson
 from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field, JsonValue
 
@@ -97,7 +98,7 @@ def tokenization_routes(router: "Router") -> APIRouter:
         answers(Tokenized, *WORK_ERRORS),
         example={"prompt": "The capital of France is", "return_token_strs": True},
     )
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, http: HttpRequest) -> Response:
         """The tokens of a text, or of messages in the model's chat template, as a completion would see them."""
         check_model(body.model, router.model_name)
         answer = await asyncio.to_thread(tokenized, body, router.text, router.limits().max_model_len)
@@ -109,7 +110,7 @@ def tokenization_routes(router: "Router") -> APIRouter:
         answers(Detokenized, *WORK_ERRORS),
         example={"tokens": [0, 1, 2]},
     )
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> Response:
         """The text of tokens, special ones included."""
         check_model(body.model, router.model_name)
         check_ids("tokens", body.tokens, router.limits().vocab_size)

@@ -110,7 +110,12 @@ def creation_routes(routes: APIRouter, router: "Router", kept: KeptResponses) ->
         num_bytes = sum(turn.num_bytes for turn in turns_to(keeper.previous))
         return await router.answer(http, partial(prepare_response, body, keeper), num_bytes, body.has_grammar)
 
-    @post(routes, "/v1/responses/{response_id}/cancel", answers(ResponseAnswer, *KEPT_ERRORS))
+    @routes.post(
+        "/v1/responses/{response_id}/cancel",
+        response_model=None,
+        response_class=Response,
+        responses=answers(ResponseAnswer, *KEPT_ERRORS),
+    )
     async def cancel_response(response_id: str, http: HttpRequest) -> Response:
         """Always refused: only responses made in the background can be cancelled, and none are."""
         kept.find(http, response_id)
