@@ -52,6 +52,7 @@ from .cli_flags import (
 )
 from .cli_settings import settings
 from .core.config import (
+    DUMMY,
     ChatConfig,
     DoorConfig,
     EngineConfig,
@@ -263,7 +264,7 @@ def worker(
 
 def _work(config: WorkerConfig) -> None:
     """Load the model and be a worker until told to stop."""
-    source = _resolve(config.model)
+    source = _resolve(config.model, needs_weights=config.engine.load_format != DUMMY)
     from .worker import Worker  # torch: only this command pays for it
 
     with ExitStack() as stack:
@@ -283,7 +284,7 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
     from .router.access.access import Access
     from .router.server import listen, serve_router
 
-    source = _resolve(config.model)
+    source = _resolve(config.model, needs_weights=False)
     try:
         Access(config.door, config.model).close()
         listener = listen(config.host, config.port)
@@ -345,9 +346,9 @@ def _start_logging(name: str) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S")
 
 
-def _resolve(model: str) -> ModelSource:
+def _resolve(model: str, needs_weights: bool) -> ModelSource:
     try:
-        return resolve(model)
+        return resolve(model, needs_weights)
     except ModelSourceError as error:
         _fail(str(error))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from .messages import Role
 
 CPU_KV_BYTES = 256 << 20
+DUMMY = "dummy"
 
 
 @dataclass(frozen=True, slots=True)

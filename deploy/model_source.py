@@ -68,20 +68,23 @@ class ModelSource:
         return digest.hexdigest()
 
 
-def resolve(model: str) -> ModelSource:
-    """Find a model, downloading it if it is one of the hub's; raises `ModelSourceError`."""
+def resolve(model: str, needs_weights: bool = True) -> ModelSource:
+    """Find a model, downloading it if it is one of the hub's; raises `ModelSourceError`.
+
+    Without ``needs_weights`` a folder will do that has none.
+    """
     path = Path(model).expanduser().resolve()
     if model == DEMO:
         return ModelSource(ModelKind.GGUF, _demo_file(), DEMO)
     if path.is_file() and path.suffix == ".gguf":
         return ModelSource(ModelKind.GGUF, path, path.stem)
     if path.is_dir():
-        return _folder(path, path.name)
+        return _folder(path, path.name, needs_weights)
     if path.exists() or not _HUB_ID.fullmatch(model):
         raise ModelSourceError(
             f"model {model!r} is neither 'demo', a .gguf file, a folder with config.json, nor owner/name on the hub"
         )
-    return _folder(_download(model), model)
+    return _folder(_download(model), model, needs_weights)
 
 
 def _demo_file() -> Path:
@@ -94,9 +97,9 @@ def _demo_file() -> Path:
     return files[0]
 
 
-def _folder(path: Path, name: str) -> ModelSource:
+def _folder(path: Path, name: str, needs_weights: bool) -> ModelSource:
     source = ModelSource(ModelKind.FOLDER, path, name)
-    for pattern in ("config.json", _WEIGHTS):
+    for pattern in ("config.json", _WEIGHTS) if needs_weights else ("config.json",):
         if not any(path.glob(pattern)):
             raise ModelSourceError(f"model folder {path} has no {pattern}")
     return source

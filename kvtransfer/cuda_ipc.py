@@ -11,7 +11,7 @@ import msgspec
 
 from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import TransferFailed
-from ..kernels.kv_copy import copy_blocks, layer_span
+from ..kernels.kv_copy import LINK, copy_blocks, layer_span
 from .cuda_memory import HANDLE_BYTES, CudaError, export_memory, map_memory, unmap_memory
 from .device_pool import DevicePool
 from .shm import host_identity
@@ -54,9 +54,13 @@ class CopyingBlocks:
 
 
 class CudaIpcTransport:
-    """Copies on the pool's stream. ``wake`` is called, from another thread, whenever a copy is done."""
+    """Copies on the pool's stream, spread as ``shape`` says.
+
+    ``wake`` is called, from another thread, whenever a copy is done.
+    """
 
     inbox = None
+    shape = LINK
 
     def __init__(self, pool: DevicePool, wake: Callable[[], None]) -> None:
         own = export_memory(pool.tensor)
@@ -88,8 +92,9 @@ class CudaIpcTransport:
         pool = self._pool
         span = layer_span(pool.tensor, range(copy.layers.first, copy.layers.end))
         with pool.stream.launching():
-            sources, destinations = pool.block_list(copy.sources), pool.block_list(copy.destinations)
-            copy_blocks(pool.tensor.data_ptr(), target.base + target.offset, sources, destinations, span)
+            sources, destinations = pool.block_lists(copy.sources, copy.destinations)
+            there = target.base + target.offset
+            copy_blocks(pool.tensor.data_ptr(), there, sources, destinations, span, self.shape)
             future = self._waiting.submit(pool.stream.mark().synchronize)
         future.add_done_callback(lambda _: self._wake())
         return CopyingBlocks(future)

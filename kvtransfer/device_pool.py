@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,11 @@ from ..core.kv_layout import KvLayout, LayerGroup
 from ..core.part import Payload
 from ..kernels.kv_copy import gather_blocks, scatter_blocks
 from .pool_bytes import PoolMemory
+
+LIST_ALIGNMENT = 4
+"""Entries: kernels are compiled for addresses that are multiples of 16 bytes."""
+STAGING_BYTES = 128 << 20
+"""Of a piece that is staged in a GPU's memory: starting to send one costs little beside its time on the link."""
 
 
 class Mark(Protocol):
@@ -40,11 +46,18 @@ class CopyStream(Protocol):
 class DevicePool(PoolMemory):
     """``tensor [num_blocks, ...]`` is the whole pool, contiguous; the owner keeps it alive.
 
-    All but `block_list` wait for the device, for as long as their own copy takes.
+    All but `block_list` and `block_lists` wait for the device, for as long as their own copy takes.
     """
 
-    def __init__(self, tensor: Tensor, layout: KvLayout, num_groups: int, stream: CopyStream) -> None:
-        super().__init__(len(tensor), layout, num_groups)
+    def __init__(
+        self,
+        tensor: Tensor,
+        layout: KvLayout,
+        num_groups: int,
+        stream: CopyStream,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        super().__init__(len(tensor), layout, num_groups, staging_bytes)
         shape = (self.num_blocks, layout.num_layers, layout.layer_bytes)
         self.tensor = tensor.view(-1).view(torch.uint8).view(shape)
         self.stream = stream
@@ -94,6 +107,13 @@ class DevicePool(PoolMemory):
 
     def block_list(self, blocks: Sequence[int]) -> Tensor:
         """``[len(blocks)]`` int32 on the device, for kernels launched on the stream; nothing waits."""
-        staging = self.stream.host_memory(len(blocks), torch.int32)
-        staging.numpy()[:] = blocks
-        return staging.to(self.stream.device, non_blocking=True)
+        return self.block_lists(blocks)[0]
+
+    def block_lists(self, *lists: Sequence[int]) -> list[Tensor]:
+        """`block_list` of several in one upload, each at an address that suits every kernel that was compiled."""
+        starts = list(accumulate((-(-len(blocks) // LIST_ALIGNMENT) * LIST_ALIGNMENT for blocks in lists), initial=0))
+        staging = self.stream.host_memory(starts[-1], torch.int32)
+        for start, blocks in zip(starts, lists, strict=False):
+            staging.numpy()[start : start + len(blocks)] = blocks
+        uploaded = staging.to(self.stream.device, non_blocking=True)
+        return [uploaded[start : start + len(blocks)] for start, blocks in zip(starts, lists, strict=False)]

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 
 from ..core.block_pool import BlockPool, OutOfBlocks
 from ..core.messages import (
+    Commit,
     Link,
     Message,
     Peer,
@@ -37,6 +39,21 @@ _log = logging.getLogger("crossdock.links")
 
 PROBE_BYTES = 4 << 20
 DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A message behind a copy, since ``since``."""
+
+    message: Message
+    since: float
+
+    def told_at(self, now: float) -> Message:
+        """A commit that waited says so: the copy before it is what its `exposed_seconds` are about."""
+        message = self.message
+        if not isinstance(message, Commit):
+            return message
+        return replace(message, exposed_seconds=message.exposed_seconds + now - self.since)
 
 
 class Links:
@@ -73,7 +90,12 @@ class Links:
         self._probes: dict[Peer, Probe] = {}
         self._refused: dict[Peer, Link] = {}
         self._lender = Lender(pool, lease_seconds)
-        self._held_back: dict[Peer, deque[Copying | Message]] = {}
+        self._held_back: dict[Peer, deque[Copying | _Waiting]] = {}
+
+    @property
+    def is_copying(self) -> bool:
+        """Messages may wait for a copy that is under way."""
+        return bool(self._held_back)
 
     @property
     def inboxes(self) -> tuple[Inbox, ...]:
@@ -114,7 +136,7 @@ class Links:
         So a `Commit` comes after all it counts, and after a `Cancel` nothing is written any more.
         """
         if (waiting := self._held_back.get(to)) is not None:
-            waiting.append(message)
+            waiting.append(_Waiting(message, self._clock()))
         else:
             self._post(to, message)
 
@@ -163,8 +185,8 @@ class Links:
         waiting = self._held_back[peer]
         while waiting:
             first = waiting[0]
-            if isinstance(first, Message):
-                self._post(peer, first)
+            if isinstance(first, _Waiting):
+                self._post(peer, first.told_at(self._clock()))
             elif not first.is_done:
                 return
             waiting.popleft()

@@ -5,6 +5,7 @@ the host's memory, `DevicePool` (device_pool.py) in a GPU's.
 """
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from .plan import merge_runs
 Bytes = NDArray[np.uint8]
 
 STAGING_BYTES = 4 << 20
+"""Of a piece that is staged in the host's memory, where larger ones are no faster and fall out of the caches."""
 
 
 def view_pool(memory: memoryview, num_blocks: int, layout: KvLayout) -> Bytes:
@@ -39,23 +41,25 @@ def checksum(spans: Bytes) -> int:
 
 
 class PoolMemory(ABC):
-    """``groups`` are the layer groups in which transfers travel; a span of group g has ``group_bytes[g]`` bytes."""
+    """``groups`` are the layer groups in which transfers travel; a span of group g has ``group_bytes[g]`` bytes.
 
-    def __init__(self, num_blocks: int, layout: KvLayout, num_groups: int) -> None:
+    A staging buffer has ``staging_bytes``, and always room for a block at least.
+    """
+
+    def __init__(self, num_blocks: int, layout: KvLayout, num_groups: int, staging_bytes: int) -> None:
         self.layout = layout
+        self.staging_bytes = max(staging_bytes, layout.block_bytes)
         self.num_blocks = num_blocks
         self.groups = layout.layer_groups(num_groups)
-        self.group_bytes = tuple((group.end - group.first) * layout.layer_bytes for group in self.groups)
+        self.group_bytes = tuple(map(self.span_bytes, self.groups))
         self.all_layers = LayerGroup(0, layout.num_layers)
 
-    @property
-    def staging_bytes(self) -> int:
-        """Of one staging buffer: a few MiB, and always a block at least."""
-        return max(STAGING_BYTES, self.layout.block_bytes)
+    def span_bytes(self, layers: LayerGroup) -> int:
+        return (layers.end - layers.first) * self.layout.layer_bytes
 
-    def staging_blocks(self, layers: LayerGroup) -> int:
-        """Spans that one staging buffer holds."""
-        return self.staging_bytes // ((layers.end - layers.first) * self.layout.layer_bytes)
+    def staging_blocks(self, layers: LayerGroup, peer_bytes: int = sys.maxsize) -> int:
+        """Spans that fit one staging buffer here and, if it is of ``peer_bytes``, one of a peer."""
+        return min(self.staging_bytes, peer_bytes) // self.span_bytes(layers)
 
     @abstractmethod
     def staging(self) -> Payload:
@@ -85,8 +89,15 @@ class PoolMemory(ABC):
 class PoolBytes(PoolMemory):
     """In memory of the host."""
 
-    def __init__(self, memory: memoryview, num_blocks: int, layout: KvLayout, num_groups: int) -> None:
-        super().__init__(num_blocks, layout, num_groups)
+    def __init__(
+        self,
+        memory: memoryview,
+        num_blocks: int,
+        layout: KvLayout,
+        num_groups: int,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        super().__init__(num_blocks, layout, num_groups, staging_bytes)
         self.array = view_pool(memory, num_blocks, layout)
 
     def read(self, blocks: Sequence[int], layers: LayerGroup) -> bytes:

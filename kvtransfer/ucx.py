@@ -17,12 +17,32 @@ from msgspec.structs import replace
 from ..core.messages import Peer, ProbeSent, Push, TransportCard, encode
 from ..core.part import Payload, TransferFailed
 from .pool_bytes import PoolMemory
+from .staging_ring import StagingRing
 from .transport import BlockCopy, NotReachable
 from .ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, NUM_BUFFERS, Header, UcxInbox
 from .ucx_port import Endpoint, Pending, Port, UcxFailed
 
 TAG_BITS = 64 - KIND_BITS
 WAIT_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Of a `UcxTransport`; ``staging_bytes`` is the most that one piece may bring there."""
+
+    staging_bytes: int
+    port: str
+
+    def __str__(self) -> str:
+        return f"{self.staging_bytes}@{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> "_Address":
+        """Raises `NotReachable`."""
+        staging_bytes, _, port = text.partition("@")
+        if not (staging_bytes.isascii() and staging_bytes.isdecimal()):
+            raise NotReachable("this is no address over UCX")
+        return cls(int(staging_bytes), port)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,13 +92,13 @@ class UcxTransport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port = Port(key)
-        self.card = TransportCard("ucx", self._port.address)
+        self.card = TransportCard("ucx", str(_Address(pool.staging_bytes, self._port.address)))
         self.inbox = UcxInbox(self._port, pool, me, receive_seconds, self._pump, clock)
         self._pool = pool
         self._me = me
         self._endpoints: dict[Peer, Endpoint] = {}
-        self._addresses: dict[Peer, str] = {}
-        self._free = [pool.staging() for _ in range(NUM_BUFFERS)]
+        self._addresses: dict[Peer, _Address] = {}
+        self._ring = StagingRing(pool, NUM_BUFFERS)
         self._packing: deque[PackingPieces] = deque()
         self._sent: list[_Sent] = []
         self._next_tag = secrets.randbits(TAG_BITS)
@@ -86,16 +106,19 @@ class UcxTransport:
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
         if peer in self._endpoints:
             return
+        address = _Address.parse(card.address)
+        if address.staging_bytes < self._pool.layout.block_bytes:
+            raise NotReachable("the peer's staging buffers are smaller than a block")
         try:
-            self._endpoints[peer] = self._port.connect(card.address)
+            self._endpoints[peer] = self._port.connect(address.port)
         except UcxFailed as error:
             raise NotReachable(f"UCX: {error}") from None
-        self._addresses[peer] = card.address
+        self._addresses[peer] = address
 
     def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> PackingPieces:
         if not self._is_open(to):
             raise TransferFailed("UCX has no way to the peer")
-        max_blocks = self._pool.staging_blocks(copy.layers)
+        max_blocks = self._pool.staging_blocks(copy.layers, self._addresses[to].staging_bytes)
         pieces = copy.split(len(copy.sources) if isinstance(header, ProbeSent) else max_blocks)
         packing = PackingPieces(to, deque((_part(header, piece), piece) for piece in pieces), self._progress)
         self._packing.append(packing)
@@ -109,7 +132,7 @@ class UcxTransport:
             return endpoint is not None
         endpoint.close()
         try:
-            self._endpoints[to] = self._port.connect(self._addresses[to])
+            self._endpoints[to] = self._port.connect(self._addresses[to].port)
         except UcxFailed:
             return False
         return True
@@ -141,8 +164,8 @@ class UcxTransport:
         """Take back the buffers of pieces that have arrived, and pack into them what waits."""
         for sent in [sent for sent in self._sent if sent.is_done]:
             self._sent.remove(sent)
-            self._free.append(sent.buffer)
-        while self._packing and self._free:
+            self._ring.give_back(sent.buffer)
+        while self._packing and self._ring.num_free:
             packing = self._packing[0]
             if packing.pieces and self._is_open(packing.to):
                 self._send(packing.to, *packing.pieces.popleft())
@@ -152,7 +175,7 @@ class UcxTransport:
 
     def _send(self, to: Peer, message: Push | ProbeSent, copy: BlockCopy) -> None:
         """Pieces of which one is lost never become a whole transfer, which its lease then ends."""
-        buffer = self._free.pop()
+        buffer = self._ring.take()
         num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
         self._next_tag = (self._next_tag + 1) % (1 << TAG_BITS)
         tag = self._next_tag << KIND_BITS | DATA_TAG
@@ -162,7 +185,7 @@ class UcxTransport:
         try:
             pendings = endpoint.send(announced, HEADER_TAG), endpoint.send(buffer[:num_bytes], tag)
         except UcxFailed:
-            self._free.append(buffer)
+            self._ring.give_back(buffer)
             return
         self._sent.append(_Sent(to, buffer, pendings))
 

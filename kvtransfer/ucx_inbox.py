@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..core.messages import MalformedMessage, Message, Peer, ProbeSent, Push, decode
 from ..core.part import Delivery, Payload
 from .pool_bytes import PoolMemory
+from .staging_ring import StagingRing
 from .ucx_port import Endpoint, Pending, Port, UcxFailed
 
 HEADER_TAG = 1
@@ -72,18 +73,20 @@ class UcxInbox:
         self._on_progress = on_progress
         self._clock = clock
         self._endpoints: dict[Peer, Endpoint] = {}
-        self._free = [pool.staging() for _ in range(NUM_BUFFERS)]
+        self._ring = StagingRing(pool, NUM_BUFFERS)
         self._headers: list[tuple[Pending, NDArray[np.uint8]]] = []
         self._pieces: deque[_Piece] = deque()
+        self._cancelled: list[_Piece] = []
         self._lent: Payload | None = None
 
     def receive(self) -> Delivery | None:
         """The next piece; its payload is good until the next call. ``None``: none is whole, and the port is armed."""
         if self._lent is not None:
-            self._free.append(self._lent)
+            self._ring.give_back(self._lent)
             self._lent = None
         self._port.progress()
         self._on_progress()
+        self._take_back()
         self._take_headers()
         self._begin_receiving()
         delivery = self._next_whole()
@@ -131,9 +134,9 @@ class UcxInbox:
     def _begin_receiving(self) -> None:
         """Give announced pieces buffers, first come, first served; the others' bytes wait at their sender."""
         for piece in [piece for piece in self._pieces if piece.pending is None]:
-            if not self._free:
+            if not self._ring.num_free:
                 return
-            piece.buffer = self._free.pop()
+            piece.buffer = self._ring.take()
             piece.deadline = self._clock() + self._receive_seconds
             try:
                 endpoint = self._endpoints.get(piece.header.sender) or self._connect(piece.header)
@@ -167,5 +170,14 @@ class UcxInbox:
     def _end(self, piece: _Piece) -> None:
         if piece in self._pieces:
             self._pieces.remove(piece)
-            if piece.buffer is not None:
-                self._free.append(piece.buffer)
+            self._cancelled.append(piece)
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """The buffers of ended pieces, as soon as UCX says that nothing can be written to them any more."""
+        cancelled, self._cancelled = self._cancelled, []
+        for piece in cancelled:
+            if piece.pending is not None and not piece.pending.is_done:
+                self._cancelled.append(piece)
+            elif piece.buffer is not None:
+                self._ring.give_back(piece.buffer)

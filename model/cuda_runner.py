@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.kv_layout import LayerGroup
 from ..core.sequence import Chunk, ChunkResult, Draw
-from ..kernels.kv_copy import LOCAL_PROGRAMS, copy_blocks, layer_span
+from ..kernels.kv_copy import LOCAL, copy_blocks, layer_span
 from ..kernels.sampling import argmax
 from .cuda_attention import DeviceBatch
 from .cuda_graphs import StepGraphs
@@ -135,7 +135,7 @@ class CudaRunner:
         lists = [np.array(blocks, dtype=np.int32) for blocks in (copies.sources, copies.destinations)]
         sources, destinations = self._inputs.to_device(lists)
         span, address = layer_span(pool, range(pool.shape[1])), pool.data_ptr()
-        copy_blocks(address, address, sources, destinations, span, LOCAL_PROGRAMS)
+        copy_blocks(address, address, sources, destinations, span, LOCAL)
 
     @torch.inference_mode()
     def _launch(self, shape: StepShape) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,6 +37,19 @@ class DeviceStream(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class CudaMark:
+    """`Mark`."""
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def synchronize(self) -> None:
+        """On this device: a thread that knows none would set up another one for itself, half a GiB there."""
+        with torch.cuda.device(self.device):
+            self.event.synchronize()
+
+
 class CudaStream:
     """`DeviceStream` of a GPU."""
 
@@ -53,7 +67,7 @@ class CudaStream:
     def mark(self) -> Mark:
         event = torch.cuda.Event()
         event.record(self._stream)
-        return event
+        return CudaMark(event, self.device)
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         with self.launching():

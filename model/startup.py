@@ -10,7 +10,7 @@ import torch
 from ..core.block_hash import BlockHasher, model_root
 from ..core.block_pool import BlockPool
 from ..core.block_tables import BlockTables
-from ..core.config import CPU_KV_BYTES, EngineConfig
+from ..core.config import CPU_KV_BYTES, DUMMY, EngineConfig
 from ..core.grammar import Vocabulary
 from ..core.kv_layout import KvLayout
 from ..core.prefix_cache import PrefixCache
@@ -24,7 +24,7 @@ from .loading import RandomWeights, build_transformer
 from .spec import DecoderSpec
 from .weights import open_checkpoint, read_config
 
-AUTO, DUMMY = "auto", "dummy"
+AUTO = "auto"
 DUMMY_SEED = 0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -146,6 +146,16 @@ def test_folder_without_its_files_is_refused(tmp_path: Path) -> None:
         resolve(str(tmp_path))
 
 
+def test_a_folder_without_weights_will_do_where_they_are_drawn(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    source = resolve(str(tmp_path), needs_weights=False)
+    assert (source.config(), source.weight_files()) == (CONFIG, [])
+    assert source.fingerprint() == resolve(str(tmp_path), needs_weights=False).fingerprint()
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelSourceError, match=r"has no config\.json"):
+        resolve(str(tmp_path), needs_weights=False)
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     folder, path = write_folder(tmp_path / "tiny"), tmp_path / "tiny.gguf"
     (folder / "config.json").write_text("{")

@@ -13,6 +13,7 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from crossdock.kernels import kv_copy  # noqa: E402
+from crossdock.kernels.kv_copy import CopyShape  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 NUM_LAYERS, LAYER_BYTES = 4, 512
@@ -40,19 +41,27 @@ def test_staged_blocks_arrive_in_other_blocks_and_nothing_else_changes(layers: r
     assert torch.equal(destination[4, layers.start : layers.stop], source[0, layers.start : layers.stop])
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 16])
-def test_blocks_go_from_address_to_address(num_programs: int) -> None:
+SHAPES = {
+    "one program": CopyShape(1),
+    "two that fetch ahead": CopyShape(2, num_warps=8, tile_bytes=1024, num_stages=3),
+    "more than there is to do": CopyShape(16, num_warps=4, tile_bytes=512),
+    "streaming": CopyShape(3, num_warps=32, tile_bytes=128 << 10, is_streaming=True),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_blocks_go_from_address_to_address(shape: CopyShape) -> None:
     source, destination = random_pool(1), random_pool(2)
     expected = destination.clone()
     expected[[1, 0], 1:3] = source[[4, 2], 1:3]
     span = kv_copy.layer_span(source, range(1, 3))
     blocks = (blocks_of(4, 2), blocks_of(1, 0))
-    kv_copy.copy_blocks(source.data_ptr(), destination.data_ptr(), *blocks, span, num_programs)
+    kv_copy.copy_blocks(source.data_ptr(), destination.data_ptr(), *blocks, span, shape)
     assert torch.equal(destination, expected)
 
 
-def test_spans_longer_than_a_chunk_are_copied_to_their_end() -> None:
-    source = random_pool(3, 2, kv_copy.CHUNK_WORDS * kv_copy.WORD_BYTES // 2 + 48)
+def test_spans_longer_than_a_tile_are_copied_to_their_end() -> None:
+    source = random_pool(3, 2, kv_copy.LINK.tile_bytes // 2 + 48)
     destination = torch.zeros_like(source)
     kv_copy.copy_blocks(
         source.data_ptr(), destination.data_ptr(), blocks_of(1), blocks_of(0), kv_copy.layer_span(source, range(4))

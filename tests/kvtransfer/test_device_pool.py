@@ -49,6 +49,12 @@ def test_its_checksums_are_those_of_a_pool_in_host_memory_and_change_with_every_
         memory[place] ^= 1 << bit
 
 
+def test_lists_for_kernels_lie_at_addresses_that_suit_them_all(pool: DevicePool) -> None:
+    lists = pool.block_lists([5, 1, 2], [], [0, 4, 3])
+    assert [blocks.tolist() for blocks in lists] == [[5, 1, 2], [], [0, 4, 3]]
+    assert [blocks.data_ptr() % 16 for blocks in (lists[0], lists[2])] == [0, 0]
+
+
 def test_its_groups_are_those_of_a_pool_in_host_memory(pool: DevicePool) -> None:
     assert pool.groups == (LayerGroup(0, 2), LayerGroup(2, 4))
     assert pool.group_bytes == (2 * LAYOUT.layer_bytes, 2 * LAYOUT.layer_bytes)

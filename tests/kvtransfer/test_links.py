@@ -13,6 +13,7 @@ from crossdock.core.kv_layout import KvLayout
 from crossdock.core.mailbox import Mailbox
 from crossdock.core.messages import (
     Cancel,
+    Commit,
     Incarnation,
     LeaseId,
     Link,
@@ -282,6 +283,37 @@ def test_what_is_said_to_a_peer_waits_for_the_copies_to_it_and_for_no_others(clu
     prefill.links.send(decode.me, cancel)
     cluster.turn()
     assert len(decode.arrived) == 4
+
+
+def test_a_commit_that_waited_for_a_copy_counts_the_wait_as_exposed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = cluster.add("p", Role.PREFILL, "lazy"), cluster.add("d", Role.DECODE, "lazy")
+    cluster.meet()
+    cluster.run_until(cluster.post.links_told)
+    now = 100.0
+    monkeypatch.setattr(prefill.links, "_clock", lambda: now)
+    (transport,) = (made for made in prefill.links._transports.values() if isinstance(made, LazyTransport))
+    transport.copies.clear()
+    commit = Commit(
+        transfer_id=T,
+        lease_id=LeaseId(0),
+        generation=0,
+        num_block_groups=1,
+        first_token_ids=[1],
+        exposed_seconds=0.25,
+    )
+    prefill.links.push(decode.me, header(0, [9]), [2])
+    prefill.links.send(decode.me, commit)
+    was_copying = prefill.links.is_copying
+    now = 100.5
+    transport.copies[0].wait()
+    cluster.turn()
+    prefill.links.send(decode.me, commit)
+    cluster.turn()
+    assert (was_copying, prefill.links.is_copying) == (True, False)
+    told = [delivery.message for delivery in decode.arrived if isinstance(delivery.message, Commit)]
+    assert [message.exposed_seconds for message in told] == [0.75, 0.25]
 
 
 def test_a_peer_on_another_host_is_reached_by_tcp(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,10 @@ def test_a_peer_that_is_not_open_gets_nothing(pair: Pair) -> None:
         push(pair, [0], [0])
 
 
-@pytest.mark.parametrize("address", ["", "no address", "AAAA", "tcp://127.0.0.1:1", Port(b"other").address])
+ADDRESSES = ["", "no address", "AAAA", "9@AAAA", "99999999@AAAA", "²@AAAA", f"99999999@{Port(b'other').address}"]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
 def test_what_is_no_address_is_not_reachable(pair: Pair, address: str) -> None:
     with pytest.raises(NotReachable):
         pair.prefill.transport.open(Peer("x", Incarnation("x")), TransportCard("ucx", address), NUM_BLOCKS)
@@ -221,7 +224,7 @@ def test_bytes_that_came_in_time_end_with_the_sender_whose_other_bytes_did_not(p
         inbox._port.progress()
     pair.clock.now += RECEIVE_SECONDS + 0.1
     assert inbox.receive() is None
-    assert (len(inbox._pieces), len(inbox._free)) == (0, NUM_BUFFERS)
+    assert (len(inbox._pieces), inbox._ring.num_free) == (0, NUM_BUFFERS)
 
 
 def test_whoever_waits_for_buffers_that_never_come_back_does_not_wait_for_ever(
@@ -229,11 +232,12 @@ def test_whoever_waits_for_buffers_that_never_come_back_does_not_wait_for_ever(
 ) -> None:
     monkeypatch.setattr("crossdock.kvtransfer.ucx.WAIT_SECONDS", 0.05)
     transport = pair.prefill.transport
-    held, transport._free = transport._free, []
+    held = [transport._ring.take() for _ in range(NUM_BUFFERS)]
     copying = transport.push(pair.decode.me, header([0]), BlockCopy([0], [0], pair.prefill.pool.all_layers))
     with pytest.raises(TransferFailed, match="no free buffer"):
         copying.wait()
-    transport._free = held
+    for buffer in held:
+        transport._ring.give_back(buffer)
     assert push(pair, [1], [2])
     pair.run_until(lambda: pair.decode.arrived)
     assert [delivery.message for delivery in pair.decode.arrived] == [header([2])]
@@ -251,3 +255,23 @@ def test_a_peer_that_was_forgotten_while_its_bytes_were_on_their_way_may_come_ag
     pair.run_until(lambda: any(d.message == header([39]) for d in pair.decode.arrived))
     first = LAYOUT.block_bytes // 4
     assert pair.decode.memory[39 * first] == 1.0 * first
+
+
+def test_pieces_fit_the_buffers_of_a_peer_whose_memory_is_of_another_kind(pair: Pair) -> None:
+    block_bytes = LAYOUT.block_bytes
+    small = PoolBytes(memoryview(bytearray(8 * block_bytes)), 8, LAYOUT, 1, staging_bytes=2 * block_bytes)
+    there = UcxTransport(small, Peer("small", Incarnation("s")), KEY, RECEIVE_SECONDS)
+    to = Peer("small", Incarnation("s"))
+    pair.prefill.transport.open(to, there.card, 8)
+    pair.prefill.transport.push(
+        to, header(list(range(5))), BlockCopy([9, 8, 7, 6, 5], list(range(5)), small.all_layers)
+    )
+    landed: list[list[int]] = []
+    while len(landed) < 3:
+        pair.prefill.turn()
+        if (delivery := there.inbox.receive()) is not None and isinstance(delivery.message, Push):
+            small.land(delivery.message, delivery.payload)
+            landed.append(delivery.message.blocks)
+    assert landed == [[0, 1], [2, 3], [4]]
+    assert np.array_equal(small.array[:5], pair.prefill.pool.array[[9, 8, 7, 6, 5]])
+    there.close()
