@@ -210,6 +210,9 @@ def door(
     request_timeout: Annotated[
         float | None, typer.Option(help="Longest time of a request in seconds; clients may ask for less.", min=0.001)
     ] = None,
+    body_timeout: Annotated[
+        float, typer.Option(help="Longest time that the body of a request takes to come, in seconds.", min=0.001)
+    ] = ROUTER.door.body_timeout_seconds,
     max_body_size: Annotated[
         str, typer.Option(help="Longest HTTP request body.", callback=checked(parse_bytes))
     ] = f"{ROUTER.door.max_body_bytes >> 20}MiB",
@@ -232,6 +235,7 @@ def door(
         api_key=api_key,
         public_paths=tuple(public_path),
         request_timeout_seconds=request_timeout,
+        body_timeout_seconds=body_timeout,
         max_body_bytes=parse_bytes(max_body_size),
         usage_db=usage_db,
         cors_origins=tuple(cors_origin),

@@ -4,9 +4,10 @@
 
 A second process holds the streams open and plays their workers: stubs that send the next token of each of their
 requests at a fixed pace, one message a step, as engines do. The first process then asks for one token after the other
-and answers itself, at once: how long that takes is what the router adds to the first token (connection and client
-included). Printed are the streamed tokens a second, the share of its core that the router took, which tells at what
-rate the core would be full, and its memory.
+and answers itself, at once. In between it asks a server of its own that answers anything at once, which is what the
+connection and the client take; what a token takes beyond that the router has added. Printed are the streamed tokens a
+second, the share of its core that the router took, which tells at what rate the core would be full, and its memory at
+the beginning and the end.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import orjson
 import uvloop
@@ -172,9 +174,11 @@ def router_process() -> Iterator[tuple[str, Peer, int]]:
         process.start()
         port, address = ours.recv()
         assert process.pid is not None
-        yield f"http://127.0.0.1:{port}", Peer(address, Incarnation("router")), process.pid
-        process.terminate()
-        process.join()
+        try:
+            yield f"http://127.0.0.1:{port}", Peer(address, Incarnation("router")), process.pid
+        finally:
+            process.terminate()
+            process.join()
 
 
 def cpu_seconds(pid: int) -> float:
@@ -218,34 +222,51 @@ def be_load(url: str, router: Peer, num_streams: int, rate: float, told: Connect
         runner.run(hold_streams(url, router, num_streams, rate, told))
 
 
-async def probe(url: str, router: Peer, seconds: float) -> list[float]:
-    """Seconds from the request to the end of an answer of one token, in ascending order."""
+class Bare(asyncio.Protocol):
+    """A server that knows one answer."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+
+async def probe(url: str, router: Peer, seconds: float) -> tuple[list[float], list[float]]:
+    """Seconds from the request to the end of an answer of one token, and of an answer of `Bare`; both ascending."""
     _, tasks = start_stub(router, "probe", 1.0)
+    bare = await asyncio.get_running_loop().create_server(Bare, "127.0.0.1", 0)
+    bare_url = f"http://127.0.0.1:{bare.sockets[0].getsockname()[1]}"
     await asyncio.sleep(2)
-    taken, end = [], clock() + seconds
+    taken: tuple[list[float], list[float]] = [], []
+    end = clock() + seconds
     while clock() < end:
-        began = clock()
-        status = await exchange(completion(url, 1), lambda data: None)
-        assert status == 200, f"the router answered {status}"
-        taken.append(clock() - began)
-        await asyncio.sleep(0.02)
+        for target, times in zip((url, bare_url), taken, strict=True):
+            began = clock()
+            status = await exchange(completion(target, 1), lambda data: None)
+            assert status == 200, f"{target} answered {status}"
+            times.append(clock() - began)
+            await asyncio.sleep(0.02)
     for task in tasks:
         task.cancel()
-    return sorted(taken)
+    bare.close()
+    return sorted(taken[0]), sorted(taken[1])
 
 
 def measure(url: str, router: Peer, pid: int, told: Connection, seconds: float) -> None:
     """Print what the router does and costs while the load runs."""
     print(f"{told.recv()} open streams")
+    mib_before = resident_mib(pid)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         began, cpu_before, tokens_before = clock(), cpu_seconds(pid), asked(told)
-        taken = runner.run(probe(url, router, seconds))
+        taken, bare = runner.run(probe(url, router, seconds))
         tokens, cpu, wall = asked(told) - tokens_before, cpu_seconds(pid) - cpu_before, clock() - began
     print(f"{tokens / wall:.0f} tokens/s and {len(taken) / wall:.0f} short requests/s")
-    share, full, mib = 100 * cpu / wall, tokens / cpu, resident_mib(pid)
-    print(f"router: {share:.0f} % of a core, full at {full:.0f} tokens/s; {mib:.0f} MiB")
-    p50, p99 = (1000 * percentile(taken, share) for share in (0.5, 0.99))
-    print(f"first token of a short request: {p50:.2f} ms at the median, {p99:.2f} ms at p99")
+    print(f"router: {100 * cpu / wall:.0f} % of a core, full at {tokens / cpu:.0f} tokens/s")
+    print(f"memory: {mib_before:.0f} MiB at the beginning, {resident_mib(pid):.0f} MiB after {wall:.0f} s")
+    for name, share in (("median", 0.5), ("p99", 0.99)):
+        whole, floor = (1000 * percentile(times, share) for times in (taken, bare))
+        print(f"first token, {name}: {whole:.2f} ms, {floor:.2f} of it without a router, {whole - floor:.2f} added")
 
 
 def asked(told: Connection) -> int:
@@ -262,9 +283,11 @@ def main() -> None:
     with router_process() as (url, router, pid):
         load = context.Process(target=be_load, args=(url, router, int(num_streams), rate, theirs))
         load.start()
-        measure(url, router, pid, ours, seconds)
-        load.terminate()
-        load.join()
+        try:
+            measure(url, router, pid, ours, seconds)
+        finally:
+            load.terminate()
+            load.join()
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ class DoorConfig:
     """Web pages of these origins may read answers; ``*`` for all."""
     request_timeout_seconds: float | None = None
     """A request that takes longer ends; a client may ask for less."""
+    body_timeout_seconds: float = 60.0
+    """So long a client may take to send the body."""
     max_body_bytes: int = 8 << 20
     """A longer HTTP request gets 413."""
     max_nesting: int = 100

@@ -143,28 +143,32 @@ class Router:
 
         ``more_bytes`` is what `prepare` reads beside the body; it ``compiles`` if there is a grammar.
         """
+        try:
+            return await self._answer(http, prepare, more_bytes, compiles)
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE_STATUS)
+
+    async def _answer(self, http: HttpRequest, prepare: Prepare, more_bytes: int, compiles: bool) -> Response:
+        """Raises `ClientGone`."""
         arrived_at = time.monotonic()
         visit: Visit = http.state.visit
         trace: RequestTrace | None = getattr(http.state, "trace", None)
         with ExitStack() as cleanup:
             stream = self.open_stream()
             cleanup.callback(self.close_stream, stream)
+            stream.watch(http.receive)
             prepared = await self._prepared_in_time(visit, self._prepared(http, prepare, more_bytes, compiles))
             self._check_room_for(len(prepared.choices))
             visit.reserve(prepared.num_prompt_tokens, prepared.most_tokens)
-            stream.watch(http.receive)
             if visit.deadline is not None:
                 stream.end_at(visit.deadline)
             form = prepared.format(prepared, uuid.uuid4().hex, int(time.time()), self._fingerprint())
             stream.open(_requests(prepared, form.id, visit.caller), not prepared.is_stream, arrived_at, trace)
             reply = http.state.reply = Reply(stream, prepared, self.text, form)
             cleanup.callback(lambda: visit.settle(reply.usage))
-            try:
-                if not prepared.is_stream:
-                    return Response(await reply.body(), media_type="application/json")
-                return EventStream(await reply.next_bytes(), reply, cleanup.pop_all())
-            except ClientGone:
-                return Response(status_code=CLIENT_GONE_STATUS)
+            if not prepared.is_stream:
+                return Response(await reply.body(), media_type="application/json")
+            return EventStream(await reply.next_bytes(), reply, cleanup.pop_all())
 
     async def _prepared_in_time(self, visit: Visit, prepared: Awaitable[PreparedRequest]) -> PreparedRequest:
         """Raises `ApiError` 504; who waited for a thread until then no longer does."""
@@ -232,7 +236,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     data = await self._reply.next_bytes()
             except ApiError as error:
-                scope["state"]["error"] = error
+                scope["state"]["error"] = error.bare()
                 data = self._reply.failure(error)
             except ClientGone:
                 return

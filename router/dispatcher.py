@@ -39,6 +39,8 @@ from .prefix_map import PrefixMap
 from .turns import Turns
 
 TICK_SECONDS = 1.0
+LONG_QUEUE = 256
+"""Of turns: for each so many that wait one more is taken at a time, and tokens of one stream leave together."""
 MAX_TURNS = 10_000
 """Beyond, the router has fallen behind its workers for good."""
 
@@ -315,7 +317,8 @@ class Dispatcher:
             await self._has_turns.wait()
             self._has_turns.clear()
             while self._turns:
-                self.handle(self._turns.take())
+                for _ in range(1 + len(self._turns) // LONG_QUEUE):
+                    self.handle(self._turns.take())
                 await asyncio.sleep(0)
             self._has_caught_up.set()
 

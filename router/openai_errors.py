@@ -5,7 +5,7 @@ https://platform.openai.com/docs/guides/error-codes
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from reprlib import Repr
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from fastapi.exceptions import RequestValidationError
@@ -76,6 +76,11 @@ class ApiError(Exception):
     @classmethod
     def internal(cls, message: str) -> "ApiError":
         return cls(500, message, type=SERVER_ERROR)
+
+    def bare(self) -> Self:
+        """Without where it came from: tracebacks keep frames, and those the whole request."""
+        self.__traceback__ = self.__context__ = self.__cause__ = None
+        return self
 
     def body(self) -> bytes:
         texts = (self.message, self.type, self.param, self.code)
@@ -156,7 +161,7 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 async def _answer_api_error(request: Request, error: ApiError) -> Response:
     """The error stays in the request's state, for whoever tells of the request after its end."""
-    request.state.error = error
+    request.state.error = error.bare()
     return error.response()
 
 

@@ -27,6 +27,9 @@ from .wire_format import ChatFormat, CompletionFormat, WireFormat
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of ``/v1/completions`` where the client says nothing, as at OpenAI."""
 
+MAX_PROMPT_SCORES = 1 << 20
+"""Log-probabilities of prompt tokens in one answer, which repeats them in each choice: some 60 MB of JSON."""
+
 CONTEXT_EXCEEDED = "context_length_exceeded"
 """OpenAI's code for prompts that are too long for the model."""
 
@@ -141,10 +144,18 @@ def _check_number(field: str, num_choices: int, limits: Limits) -> None:
         raise ApiError.invalid(field, f"{num_choices} choices are asked for, the most is {limits.max_choices}.")
 
 
+def _check_scores(choices: Sequence[Choice]) -> None:
+    asked = [(len(choice.prompt.token_ids), choice.params.prompt_logprobs) for choice in choices]
+    num_scores = sum(num_tokens * (1 + num_top) for num_tokens, num_top in asked if num_top is not None)
+    if num_scores > MAX_PROMPT_SCORES:
+        message = f"{num_scores} log-probabilities of prompt tokens are asked for, the most is {MAX_PROMPT_SCORES}."
+        raise ApiError.invalid("prompt_logprobs", message)
+
+
 def check_room(field: str, num_choices: int, prompt: PreparedPrompt, limits: Limits) -> None:
     """Raises `ApiError` for more choices than any pair can hold, who share the prompt but write each for itself."""
     num_prompt = len(prompt.token_ids)
-    most = min((card.max_choices(num_prompt) for card in limits.roomiest), default=num_choices)
+    most = max(0, min((card.max_choices(num_prompt) for card in limits.roomiest), default=num_choices))
     if num_choices > most:
         message = f"{num_choices} choices over {num_prompt} prompt tokens are asked for, the workers hold {most}."
         raise ApiError.invalid(field, message)
@@ -204,6 +215,7 @@ def choices_of(
 def _prepared(
     body: CompletionFields, choices: Sequence[Choice], limits: Limits, format: MakeFormat, num_best: int | None = None
 ) -> PreparedRequest:
+    _check_scores(choices)
     options = body.stream_options
     return PreparedRequest(
         limits.model_name,

@@ -76,7 +76,9 @@ class Stream:
         arrived_at: float,
         trace: AttemptTrace | None = None,
     ) -> None:
-        """Raises `ApiError` 503 when no pair of workers takes the request."""
+        """Raises `ApiError` 503 when no pair of workers takes the request, `ClientGone` when it needs none any more."""
+        if self._is_left:
+            raise ClientGone
         entries = [
             Entry(request, choice, self, arrived_at, may_restart, trace) for choice, request in enumerate(requests)
         ]

@@ -22,12 +22,13 @@ class ClientLeft(Exception):
 
 class BodyLimits:
     """Reads the whole body of a ``POST`` and refuses what is longer than ``max_bytes`` (413), nests deeper than
-    ``max_nesting`` (400), or is not there in the time that the request has (408)."""
+    ``max_nesting`` (400), or is not there within ``max_seconds`` or the time that the request has (408)."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_nesting: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_nesting: int, max_seconds: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._max_nesting = max_nesting
+        self._max_seconds = max_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -43,12 +44,14 @@ class BodyLimits:
             await self._app(scope, _replaying(body, receive), send)
 
     async def _read(self, receive: Receive, visit: Visit) -> bytes:
+        left = allowed = self._max_seconds
+        if visit.deadline is not None and visit.seconds_left is not None and visit.seconds_left < left:
+            left, allowed = visit.seconds_left, visit.deadline.seconds
         try:
-            async with asyncio.timeout(visit.seconds_left):
+            async with asyncio.timeout(left):
                 body = await self._joined(receive)
         except TimeoutError:
-            assert visit.deadline is not None, "without a deadline there is no timeout"
-            raise ApiError(408, f"the request's body did not come within {visit.deadline.seconds:g} s") from None
+            raise ApiError(408, f"the request's body did not come within {allowed:g} s") from None
         if await self._is_deep(body):
             raise ApiError.invalid(None, f"The request body nests deeper than {self._max_nesting} levels.")
         return body

@@ -19,7 +19,12 @@ RATE_LIMITS = tuple(
 
 def stand_before(app: FastAPI, access: Access, config: DoorConfig) -> None:
     """What comes later here is further out: a preflight needs no key, and an id is on every answer."""
-    app.add_middleware(BodyLimits, max_bytes=config.max_body_bytes, max_nesting=config.max_nesting)
+    app.add_middleware(
+        BodyLimits,
+        max_bytes=config.max_body_bytes,
+        max_nesting=config.max_nesting,
+        max_seconds=config.body_timeout_seconds,
+    )
     app.add_middleware(Admission, access=access)
     if config.cors_origins:
         app.add_middleware(

@@ -143,16 +143,24 @@ def _row(line: Line, total: Total) -> tuple[str | int, ...]:
 
 def open_usage(path: Path) -> sqlite3.Connection:
     """Make the file if there is none; raises `UsageError`. For one thread at a time."""
+    connection: sqlite3.Connection | None = None
     try:
         connection = sqlite3.connect(path, timeout=LOCKED_SECONDS, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")  # what is committed outlives the process, if not the machine
-        [version] = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA_VERSION):
-            raise UsageError(f"the usage database {path} is of version {version}, not {SCHEMA_VERSION}")
-        with connection:
-            connection.execute(_CREATE)
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    except sqlite3.Error as error:
+        _prepare(connection)
+    except (sqlite3.Error, UsageError) as error:
+        if connection is not None:
+            connection.close()
         raise UsageError(f"cannot use {path} as usage database: {error}") from None
     return connection
+
+
+def _prepare(connection: sqlite3.Connection) -> None:
+    """Raises `UsageError` for a database of another version."""
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")  # what is committed outlives the process, if not the machine
+    [version] = connection.execute("PRAGMA user_version").fetchone()
+    if version not in (0, SCHEMA_VERSION):
+        raise UsageError(f"it is of version {version}, not {SCHEMA_VERSION}")
+    with connection:
+        connection.execute(_CREATE)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 import msgspec
 import pytest
+import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from crossdock.core.config import DoorConfig, RouterConfig
@@ -42,6 +43,7 @@ from crossdock.router.app import Router, create_app
 from crossdock.router.dispatcher import Dispatcher
 from crossdock.router.embedding import EmbeddingModel
 from crossdock.router.metrics import RouterMetrics
+from crossdock.router.server import listen
 from crossdock.router.text import TextModel
 from crossdock.router.tokenizer import TokenizerParts
 
@@ -326,3 +328,16 @@ async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(create_app(cluster.router), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
         yield http
+
+
+@pytest.fixture
+async def address(cluster: "Cluster") -> AsyncIterator[tuple[str, int]]:
+    """Of the same app behind a real server, for clients that leave."""
+    listener = listen("127.0.0.1", 0)
+    host, port = listener.getsockname()
+    config = uvicorn.Config(create_app(cluster.router), lifespan="off", log_config=None, ws="none")
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server._serve([listener]))
+    yield host, port
+    server.should_exit = server.force_exit = True
+    await serving

@@ -2,35 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-import uvicorn
 
 from crossdock.core.messages import RequestFailed, Role
 from crossdock.core.request import Request, RequestId, TransferId
-from crossdock.router.app import create_app
-from crossdock.router.server import listen
 
 if TYPE_CHECKING:
     from crossdock.tests.router.conftest import Cluster, Wait
 
 Json = dict[str, object]
-
-
-@pytest.fixture
-async def address(cluster: "Cluster") -> AsyncIterator[tuple[str, int]]:
-    """Of the same app behind a real server, for clients that leave."""
-    listener = listen("127.0.0.1", 0)
-    host, port = listener.getsockname()
-    config = uvicorn.Config(create_app(cluster.router), lifespan="off", log_config=None, ws="none")
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server._serve([listener]))
-    yield host, port
-    server.should_exit = server.force_exit = True
-    await serving
 
 
 def failure(is_retryable: bool) -> RequestFailed:
@@ -400,52 +383,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_no_more(
     assert (num_before, draining.num_tasks, other.num_tasks) == (2, 2, 6)
 
 
-# --- clients that leave ----------------------------------------------------------------------------
-
-
-async def leave_after(address: tuple[str, int], body: Json, seconds: float, num_events: int = 0) -> bytes:
-    """Post on a raw socket, close it after a while in which so many events came; what had come by then."""
-    content = json.dumps(body).encode()
-    headers = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n".encode() + content)
-    await asyncio.sleep(seconds)
-    events = [await reader.readuntil(b"data: ") for _ in range(num_events)]
-    received = b"".join(events) + bytes(reader._buffer)  # type: ignore[attr-defined]
-    writer.close()
-    await writer.wait_closed()
-    return received
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("roles", [PAIR, (Role.MIXED,)])
-async def test_a_client_that_leaves_frees_everything_within_a_second(
-    cluster: "Cluster", address: tuple[str, int], wait: "Wait", stream: bool, roles: tuple[Role, ...]
-) -> None:
-    workers = await cluster.add(*roles)
-    cluster.says = "x" * 300
-    for worker in workers:
-        worker.behaviour.seconds_a_token = 0.02
-    body = completion(max_tokens=300, ignore_eos=True, stream=stream)
-    received = await leave_after(address, body, seconds=0.3, num_events=4 if stream else 0)
-    assert stream or received == b""
-    await wait(cluster.is_empty, seconds=1.0)
-    num_sent = sum(worker.num_sent for worker in workers)
-    await asyncio.sleep(0.1)
-    assert sum(worker.num_sent for worker in workers) == num_sent
-    assert all(len(worker.aborted) >= 1 for worker in workers)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_clients_that_leave_while_they_wait_for_the_first_token_free_everything(
-    cluster: "Cluster", address: tuple[str, int], client: httpx.AsyncClient, wait: "Wait", stream: bool
-) -> None:
-    prefill, _ = await cluster.add(*PAIR)
-    prefill.behaviour.seconds_a_token = 60
-    await asyncio.gather(*(leave_after(address, completion(stream=stream), seconds=0.2) for _ in range(50)))
-    await wait(cluster.is_empty, seconds=1.0)
-    prefill.behaviour.seconds_a_token = 0
-    assert (await client.post("/v1/completions", json=completion())).json()["choices"][0]["text"] == "hello"
+# --- many requests, one connection -----------------------------------------------------------------
 
 
 async def test_after_many_requests_no_table_holds_any(cluster: "Cluster", client: httpx.AsyncClient) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from msgspec.structs import replace as with_fields
@@ -37,6 +38,18 @@ def answered(text: TextModel, request: PreparedRequest, outputs: list[tuple[str,
             assembler.feed(TokenDelta(RequestId("r"), index, token_id, finish, TokenLogprobs(logprob)))
     body: dict[str, object] = json.loads(request.format(request, "1", 0, "fp").body(assemblers))
     return body
+
+
+def test_an_answer_of_millions_of_numbers_is_refused(text: TextModel) -> None:
+    """Each choice repeats those of its prompt."""
+    roomy = replace(LIMITS, max_choices=1024, roomiest=())
+    fields = {"prompt": ["x" * 390] * 33, "max_tokens": 1, "prompt_logprobs": 20}
+    body, bodies = (CompletionRequest.model_validate({**fields, "n": n}) for n in (3, 4))
+    assert len(prepare_completion(body, text, roomy, lambda: 1).choices) == 99
+    with pytest.raises(ApiError) as refused:
+        prepare_completion(bodies, text, roomy, lambda: 1)
+    message = f"{33 * 4 * 390 * 21} log-probabilities of prompt tokens are asked for, the most is {1 << 20}."
+    assert (refused.value.status, refused.value.param, refused.value.message) == (400, "prompt_logprobs", message)
 
 
 # --- the way to the workers ----------------------------------------------------------------------

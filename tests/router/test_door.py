@@ -346,6 +346,23 @@ async def test_a_body_that_does_not_come_in_time_is_a_408(client: httpx.AsyncCli
         )
 
 
+class TestWithoutADeadline:
+    @pytest.fixture
+    def config(self, config: RouterConfig) -> RouterConfig:
+        return replace(config, door=replace(config.door, body_timeout_seconds=0.2))
+
+    async def test_a_body_that_does_not_come_is_a_408_too(self, client: httpx.AsyncClient) -> None:
+        async def trickle() -> AsyncIterator[bytes]:
+            while True:
+                yield b" "
+                await asyncio.sleep(0.01)
+
+        headers = {**of("alice"), "content-type": "application/json"}
+        response = await client.post("/v1/completions", content=trickle(), headers=headers)
+        message = "the request's body did not come within 0.2 s"
+        assert (response.status_code, error_of(response)["message"]) == (408, message)
+
+
 async def test_a_client_that_leaves_within_its_body_gives_its_place_back(
     cluster: "Cluster", client: httpx.AsyncClient
 ) -> None:
