@@ -13,6 +13,7 @@ from crossdock.core.messages import (
     PrefillTask,
     PromptLogprobs,
     Push,
+    RequestFailed,
     Role,
     TokenDelta,
     WorkerCard,
@@ -31,7 +32,7 @@ NEVER_SECONDS = 1e9
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """What one request yielded; ``first_at`` is the time of its first token."""
+    """What one request yielded; ``first_at`` is the time of its first token, ``failure`` why there is no last one."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -39,6 +40,7 @@ class Answer:
     num_cached: int = 0
     first_at: float = 0.0
     is_finished: bool = False
+    failure: str = ""
 
 
 @dataclass(slots=True)
@@ -68,8 +70,13 @@ class _Collector:
         answer.is_finished = answer.is_finished or delta.finish is not None
 
     def send(self, to: Peer, message: Message) -> None:
-        assert isinstance(message, PromptLogprobs), f"nothing else is sent offline: {message}"
-        self.answers[message.request_id].prompt_logprobs += message.logprobs
+        match message:
+            case RequestFailed(request_id=request_id, reason=reason):
+                self.answers[request_id].failure = reason
+            case PromptLogprobs(request_id=request_id, logprobs=logprobs):
+                self.answers[request_id].prompt_logprobs += logprobs
+            case _:
+                raise AssertionError(f"nothing else is sent offline: {message}")
 
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
         raise TransferFailed("there is no other worker")

@@ -27,7 +27,10 @@ def penalise(logits: Tensor, penalties: Penalties) -> None:
 
 
 def count_tokens(counts: Tensor, places: Tensor, token_ids: Tensor) -> None:
-    """One more of ``token_ids[i]`` in row ``places[i]`` of ``counts [num_places, vocab]``; -1 is no row, none twice."""
+    """One more of ``token_ids[i]`` in row ``places[i]`` of ``counts [num_places, vocab]``; no row twice.
+
+    A row or a token of -1 is none.
+    """
     size = triton.next_power_of_2(len(places))
     _count_tokens[(1,)](
         counts, places, token_ids, len(places), counts.shape[1],
@@ -74,8 +77,10 @@ def _count_tokens(counts, places, token_ids, num_rows, vocab, SIZE: tl.constexpr
     wait_for_previous(EARLY)
     rows = tl.arange(0, SIZE)
     place = tl.load(places + rows, mask=rows < num_rows, other=-1).to(tl.int64)
-    entries = counts + place * vocab + tl.load(token_ids + rows, mask=rows < num_rows, other=0)
-    tl.store(entries, tl.load(entries, mask=place >= 0, other=0) + 1, mask=place >= 0)
+    token = tl.load(token_ids + rows, mask=rows < num_rows, other=-1)
+    is_counted = (place >= 0) & (token >= 0)
+    entries = counts + place * vocab + token
+    tl.store(entries, tl.load(entries, mask=is_counted, other=0) + 1, mask=is_counted)
 
 
 @triton.jit(do_not_specialize=["num_entries"])

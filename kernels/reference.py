@@ -382,7 +382,8 @@ class TopLogprobs:
 
 def argmax(logits: Tensor) -> Tensor:
     """As in `sampling`."""
-    return logits.argmax(-1)
+    best = logits.max(-1)  # a NaN, where there is one
+    return best.indices.where(best.values.isfinite(), -1)
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -402,7 +403,8 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     reached = scaled.exp().masked_fill(scaled < floors, 0).cumsum(-1, dtype=torch.float64)
     draws = _uniform(params.seed, params.output_index)[:, None] * reached[:, -1:]
     drawn = torch.searchsorted(reached, draws, right=True).squeeze(-1)
-    return torch.where((params.temperature < 1e-4) | (params.top_k == 1), logits.argmax(-1), drawn)
+    best = argmax(logits)
+    return torch.where((params.temperature < 1e-4) | (params.top_k == 1) | (best < 0), best, drawn)
 
 
 def _uniform(seeds: Tensor, indices: Tensor) -> Tensor:
@@ -464,7 +466,7 @@ def penalise(logits: Tensor, penalties: Penalties) -> None:
 
 def count_tokens(counts: Tensor, places: Tensor, token_ids: Tensor) -> None:
     """As in `penalties`."""
-    is_counted = places >= 0
+    is_counted = (places >= 0) & (token_ids >= 0)
     counts[places[is_counted].long(), token_ids[is_counted].long()] += 1
 
 

@@ -30,7 +30,7 @@ CONSTANT_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first of the best in each row of ``logits [n, vocab]``: ``[n]`` int64."""
+    """The first of the best in each row of ``logits [n, vocab]``: ``[n]`` int64; -1 as in `sample`."""
     best = _best(logits)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     _best_of_rows[(len(logits),)](*best, token_ids, **_sizes(logits), num_warps=1)
@@ -38,7 +38,10 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Draw a token for each row of ``logits [n, vocab]``: ``[n]`` int64. -inf bars a token."""
+    """Draw a token for each row of ``logits [n, vocab]``: ``[n]`` int64. -inf bars a token.
+
+    -1 where no token could mean anything: a logit is not a number, or the best is not finite.
+    """
     best = _best(logits)
     kept = None
     if params.any_top_k:
@@ -59,7 +62,10 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TopLogprobs:
-    """Log-probabilities of ``token_ids [n]`` and of the ``num_top`` likeliest under ``logits [n, vocab]``."""
+    """Log-probabilities of ``token_ids [n]`` and of the ``num_top`` likeliest under ``logits [n, vocab]``.
+
+    They mean nothing where the token is -1.
+    """
     best = _best(logits)
     kept = _keep(logits, best, SamplingTensors.neutral(len(logits), logits.device), None, is_last=True)
     found = TopLogprobs(
@@ -108,7 +114,7 @@ def _sizes(logits: Tensor) -> dict[str, int | bool]:
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The best logit of each chunk and the first token that has it, ``[n, num_chunks]``."""
+    """The best logit of each chunk and the first token that has it, ``[n, num_chunks]``; -1 if any is not a number."""
     shape = (len(logits), triton.cdiv(logits.shape[1], CHUNK))
     best = torch.empty(shape, dtype=torch.float32, device=logits.device)
     first = torch.empty(shape, dtype=torch.int32, device=logits.device)
@@ -178,7 +184,8 @@ def _best_of_chunks(logits, best, first, vocab, CHUNK: tl.constexpr, EARLY: tl.c
     highest = tl.max(x, 0)
     place = row * tl.num_programs(0) + chunk
     tl.store(best + place, highest)
-    tl.store(first + place, _first(x == highest, tokens, vocab))
+    is_broken = tl.max((x != x).to(tl.int32), 0) > 0
+    tl.store(first + place, tl.where(is_broken, -1, _first(x == highest, tokens, vocab)))
 
 
 @triton.jit
@@ -194,12 +201,14 @@ def _first(is_wanted, tokens, vocab):
 
 @triton.jit
 def _first_best(best, first, row, vocab, num_chunks, CHUNKS: tl.constexpr):
-    """The first of the best tokens of a row."""
+    """The first of the best tokens of a row; -1 where it means nothing."""
     chunks = tl.arange(0, CHUNKS)
     is_chunk = chunks < num_chunks
     x = tl.load(best + row * num_chunks + chunks, mask=is_chunk, other=-float("inf"))
     tokens = tl.load(first + row * num_chunks + chunks, mask=is_chunk, other=0)
-    return _first((x == tl.max(x, 0)) & is_chunk, tokens, vocab)
+    highest = tl.max(x, 0)
+    is_sound = (tl.min(tokens, 0) >= 0) & (tl.abs(highest) < float("inf"))
+    return tl.where(is_sound, _first((x == highest) & is_chunk, tokens, vocab), -1)
 
 
 @triton.jit
@@ -394,7 +403,7 @@ def _draw(
         x = _load_chunk(logits, row, chunk * CHUNK + tl.arange(0, CHUNK), vocab)
         weights = _kept_weights(x, highest, tl.load(floors + row), temperature, tl.load(min_ps + row))
         drawn = chunk * CHUNK + _place_of(goal, weights.to(tl.float64), CHUNK)
-        token = tl.where(total > 0, drawn, token)
+        token = tl.where((total > 0) & (token >= 0), drawn, token)
     tl.store(token_ids + row, token.to(tl.int64))
 
 
@@ -436,10 +445,11 @@ def _top_logprobs(
     chunks = tl.arange(0, CHUNKS)
     places, is_chunk = row * num_chunks + chunks, chunks < num_chunks
     candidates = tl.load(best + places, mask=is_chunk, other=-float("inf"))
-    candidate_ids = tl.load(first + places, mask=is_chunk, other=0)
+    candidate_ids = tl.maximum(tl.load(first + places, mask=is_chunk, other=0), 0)
     mass = tl.sum(tl.load(masses + places, mask=is_chunk, other=0.0), 0)
     total = tl.max(candidates, 0) + tl.log(mass).to(tl.float32)
-    own = tl.load(logits + row.to(tl.int64) * vocab + tl.load(token_ids + row)).to(tl.float32)
+    own_id = tl.maximum(tl.load(token_ids + row), 0)
+    own = tl.load(logits + row.to(tl.int64) * vocab + own_id).to(tl.float32)
     tl.store(token_logprobs + row, own - total)
     for rank in range(num_top):
         highest = tl.max(candidates, 0)

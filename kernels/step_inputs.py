@@ -25,7 +25,8 @@ def begin_step(token_ids: Tensor, rows: Tensor, sampled: Tensor, seats: Tensor, 
     """Fill in pending ids, add the last block of each row to its seat, and copy the seats to the step's ``tables``.
 
     ``rows int32 [num_rows, 8]`` say of each sequence: the place in ``token_ids int32`` that takes a pending id; where
-    that id is in ``sampled int64``, the ids drawn by the step before (-1: none is pending); its seat; the number of
+    that id is in ``sampled int64``, the ids drawn by the step before (-1: none is pending; a drawn id of -1 means that
+    the request has ended, and any token does); its seat; the number of
     columns before its last block (-1: a padded row, left alone); its last block. Of ``tables int32 [num_rows,
     max_blocks]`` each row is written up to its last block.
     """
@@ -53,7 +54,7 @@ def _begin_step(
     row = rows + tl.program_id(0) * FIELDS
     pending, last = tl.load(row + 1), tl.load(row + 3)
     if pending >= 0:
-        tl.store(token_ids + tl.load(row), tl.load(sampled + pending).to(tl.int32))
+        tl.store(token_ids + tl.load(row), tl.maximum(tl.load(sampled + pending), 0).to(tl.int32))
     seat = seats + tl.load(row + 2).to(tl.int64) * max_blocks
     table = tables + tl.program_id(0).to(tl.int64) * table_stride
     for start in range(0, last, BLOCKS):

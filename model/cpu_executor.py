@@ -18,6 +18,7 @@ from ..core.kv_layout import KvLayout
 from ..core.sequence import Chunk, ChunkResult, Draw
 from .batch import Batch, build_batch
 from .executor import (
+    NO_NUMBERS,
     Launched,
     block_copies,
     forks_of,
@@ -33,8 +34,6 @@ from .grammar import ConstrainedStep, Grammars
 from .kv_tensors import KvTensors
 from .sampler import SamplingRow, TokenMasks, prompt_logprobs, sample
 from .transformer import Transformer
-
-NO_NUMBERS = ChunkResult(None, failure="the model's output is not a number", is_retryable=True)
 
 
 @dataclass(slots=True, eq=False)

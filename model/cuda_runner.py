@@ -18,7 +18,7 @@ from .cuda_graphs import StepGraphs
 from .cuda_layers import CudaNormedLinear
 from .cuda_sampler import CudaSampler, HostDraws, HostLogprobs
 from .device_stream import DeviceStream, Mark
-from .executor import BlockCopies, forks_of, pooled_share, pools, scores_prompt
+from .executor import NO_NUMBERS, BlockCopies, forks_of, pooled_share, pools, scores_prompt
 from .grammar import ConstrainedStep
 from .kv_tensors import KvTensors
 from .step_inputs import StepInputs
@@ -65,9 +65,10 @@ class RunningStep:
     def results(self, chunks: Seq[Chunk]) -> list[ChunkResult]:
         """One a chunk, once the device has passed ``end``."""
         drawn = zip(self.packed.sampled, self.draws.each(_num_top(self.packed.sampled)), strict=True)
-        results = {id(chunk): ChunkResult(own.token_id, own.logprobs) for chunk, own in drawn if chunk is not None}
+        results = {id(chunk): _result(own) for chunk, own in drawn if chunk is not None}
         for chunk, forks in self._forks():
-            results[id(chunk)] = replace(results[id(chunk)], forks=forks)
+            if results[id(chunk)] is not NO_NUMBERS:
+                results[id(chunk)] = replace(results[id(chunk)], forks=forks)
         for chunk, found in zip(self.packed.scored, self.yields, strict=True):
             results[id(chunk)] = found.added_to(results.get(id(chunk), NOTHING), chunk)
         return [results.get(id(chunk), NOTHING) for chunk in chunks]
@@ -79,6 +80,10 @@ class RunningStep:
         each = iter(self.forks.each(_num_top([chunk for chunk in forked for _ in forks_of(chunk)])))
         for chunk in forked:
             yield chunk, tuple(islice(each, len(forks_of(chunk))))
+
+
+def _result(draw: Draw) -> ChunkResult:
+    return ChunkResult(draw.token_id, draw.logprobs) if draw.token_id >= 0 else NO_NUMBERS
 
 
 def _num_top(chunks: Seq[Chunk | None]) -> list[int | None]:

@@ -14,6 +14,9 @@ from ..core.request import Fork, Pooling
 from ..core.sequence import Chunk, ChunkResult
 from .sampler import SamplingRow
 
+NO_NUMBERS = ChunkResult(None, failure="the model's output is not a number", is_retryable=True)
+"""Of a chunk whose logits mean nothing."""
+
 
 class Launched(Protocol):
     """A step on its way: the value that goes round the loop."""

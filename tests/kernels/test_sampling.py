@@ -1,7 +1,7 @@
 """The device's sampler draws what the CPU's sampler draws, from any mixture of rows."""
 
 import os
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
@@ -87,10 +87,26 @@ def test_of_equal_tokens_the_first_in_whatever_chunk() -> None:
     assert sampling.argmax(logits).tolist() == [70, sampling.CHUNK + 3]
 
 
-def test_a_row_of_barred_tokens_still_names_one() -> None:
-    logits = torch.full((1, 40), -inf, device=DEVICE)
-    assert sampling.argmax(logits).tolist() == [0]
-    assert sampling.sample(logits, tensors((MIXTURE[4],), [0])).tolist() == [0]
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter: inf less inf
+@pytest.mark.parametrize("broken", ["all barred", "first", "last", "all", "infinite"])
+def test_a_row_that_means_nothing_yields_no_token_and_leaves_the_others_alone(broken: str) -> None:
+    logits = random_logits(3)
+    places = {"first": [0], "last": [VOCAB - 1], "infinite": [sampling.CHUNK + 5]}.get(broken, [*range(VOCAB)])
+    logits[1, places] = {"all barred": -inf, "infinite": inf}.get(broken, nan)
+    row = range(VOCAB)
+    alone = logits[[0, 2]].contiguous()
+    first, last = sampling.argmax(alone).tolist()
+    assert sampling.argmax(logits).tolist() == reference.argmax(logits).tolist() == [first, -1, last]
+    for params in MIXTURE:
+        first, last = drawn(alone, params, params)
+        three = tensors((params,) * 3, [0] * 3)
+        assert sampling.sample(logits, three).tolist() == reference.sample(logits, three).tolist() == [first, -1, last]
+    token_ids = torch.tensor([first, -1, last], device=DEVICE)
+    found = sampling.top_logprobs(logits, token_ids, 3)
+    assert found.top_ids[1].tolist() == [token for token in found.top_ids[1].tolist() if token in row]
+    torch.testing.assert_close(
+        found.token_logprobs[[0, 2]], sampling.top_logprobs(alone, token_ids[[0, 2]], 3).token_logprobs
+    )
 
 
 # --- draws -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
+from math import nan
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def gpu_engine(plan: EnginePlan) -> Iterator[OfflineEngine]:
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 89, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(0, 88, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def on_cpu(plan: EnginePlan, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
@@ -161,6 +162,21 @@ def test_a_request_that_is_aborted_leaves_the_others_alone() -> None:
         engine.run(step)
         alone = on_cpu(plan, prompts, [GREEDY] * 3)
         assert [answer.token_ids for _, answer in added[::2]] == ids_of(alone[::2])
+
+
+def test_a_request_without_numbers_ends_and_those_beside_and_after_it_get_their_tokens() -> None:
+    """Its KV is no numbers either, and lies where the next ones write theirs."""
+    plan, poison = plan_of(config=replace(CONFIG, num_blocks=8)), 88
+    plan.weights.get("model.embed_tokens.weight")[poison] = nan
+    barred = SamplingParams(temperature=0, max_tokens=4, seed=0, logit_bias={poison: -100.0})
+    sound = [prompt(n, n) for n in (9, 20)]
+    with gpu_engine(plan) as engine:
+        answers = together(engine, [[*prompt(30), poison], *sound], [GREEDY, barred, barred])
+        answers += engine.generate([[*prompt(20, 3), poison, 5]], DRAWN)
+        answers += engine.generate(sound, barred)
+    expected = ids_of(on_cpu(plan, sound, [barred] * 2))
+    assert ids_of(answers) == [[], *expected, [], *expected]
+    assert [answer.failure for answer in answers[0::3]] == ["the model's output is not a number"] * 2
 
 
 def test_layer_groups_are_announced_while_a_step_runs_and_the_loop_is_woken() -> None:
