@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import zmq
@@ -46,9 +45,9 @@ from .core.part import Delivery, no_checksums
 from .core.stages import Stage
 from .decode.part import DecodePart
 from .kvtransfer.links import Links
+from .kvtransfer.offers import Owner, offers_of_gpu, offers_of_host
 from .kvtransfer.pool_bytes import PoolBytes, PoolMemory
-from .kvtransfer.shm import SharedPool, ShmTransport, allocate_shared
-from .kvtransfer.tcp import TcpTransport
+from .kvtransfer.shm import SharedPool, allocate_shared
 from .kvtransfer.transport import Inbox, Transport
 from .model.device_stream import CudaStream
 from .model.engine import Engine, Step
@@ -179,32 +178,24 @@ class Worker:
     def _pool_and_transports(self, num_groups: int) -> tuple[PoolMemory, list[Transport]]:
         """The pool as transfers see it, and those of the wanted transports that can reach its kind of memory."""
         memory: PoolMemory
-        usable: dict[str, Callable[[], Transport]]
-        kv, shared = self._model.kv, self._shared
+        config, kv, shared = self._config, self._model.kv, self._shared
+        lease_seconds = config.transfer.lease_seconds
+        owner = Owner(self._mailbox.peer, config.host, config.cluster_key, lease_seconds, self._wake_up)
         if shared is not None:
-            host_pool = memory = PoolBytes(shared.memory, kv.num_blocks, kv.layout, num_groups)
-            usable = {"shm": lambda: ShmTransport(host_pool, shared)}
+            memory = host_pool = PoolBytes(shared.memory, kv.num_blocks, kv.layout, num_groups)
+            usable = offers_of_host(host_pool, shared, owner)
         else:
-            from .kvtransfer.cuda_ipc import CudaIpcTransport  # CUDA, which only machines with a GPU have
-            from .kvtransfer.device_pool import DevicePool
+            from .kvtransfer.device_pool import DevicePool  # triton, which only machines with a GPU have
 
-            device_pool = memory = DevicePool(kv.tensor, kv.layout, num_groups, CudaStream(kv.tensor.device))
-            usable = {"cuda_ipc": lambda: CudaIpcTransport(device_pool, self._wake_up)}
-        if find_spec("ucxx"):
-            usable["ucx"] = lambda: self._ucx_over(memory)
-        usable["tcp"] = lambda: TcpTransport(memory, Mailbox(self._config.host, 0, self._mailbox.peer.incarnation))
-        wanted = self._config.transfer.transports
+            memory = gpu_pool = DevicePool(kv.tensor, kv.layout, num_groups, CudaStream(kv.tensor.device))
+            usable = offers_of_gpu(gpu_pool, owner)
+        wanted = config.transfer.transports
         if not set(wanted) & set(usable):
             raise ValueError(
                 f"no transport of {', '.join(wanted)} reaches a pool in {kv.tensor.device.type} memory; "
                 f"{', '.join(usable)} would"
             )
         return memory, [usable[name]() for name in wanted if name in usable]
-
-    def _ucx_over(self, memory: PoolMemory) -> Transport:
-        from .kvtransfer.ucx import UcxTransport  # an extra
-
-        return UcxTransport(memory, self._mailbox.peer, self._config.cluster_key, self._config.transfer.lease_seconds)
 
     # --- the loop ------------------------------------------------------------------------------
 

@@ -68,7 +68,10 @@ class DevicePool(PoolMemory):
             return staging.cpu().numpy().tobytes()
 
     def staging(self) -> Tensor:
-        return torch.zeros(self.staging_bytes, dtype=torch.uint8, device=self.stream.device)
+        with self.stream.launching():
+            buffer = torch.zeros(self.staging_bytes, dtype=torch.uint8, device=self.stream.device)
+            self.stream.mark().synchronize()  # what is packed or received there comes from other streams, too
+        return buffer
 
     def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> int:
         assert isinstance(staging, Tensor), "staged where the pool lies"

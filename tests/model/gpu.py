@@ -50,8 +50,8 @@ class ImmediateStream:
         return launch
 
 
-def gpu_stream() -> DeviceStream:
-    return CudaStream(torch.device("cuda", 0)) if HAS_GPU else ImmediateStream()
+def gpu_stream(number: int = 0) -> DeviceStream:
+    return CudaStream(torch.device("cuda", number)) if HAS_GPU else ImmediateStream()
 
 
 def gpu_executor(plan: EnginePlan, num_blocks: int) -> BuiltEngine:

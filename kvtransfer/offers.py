@@ -1,0 +1,54 @@
+"""Which transports reach a pool, by name: a worker makes those of them that it is allowed to offer its peers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ..core.mailbox import Mailbox
+from ..core.messages import Peer
+from .pool_bytes import PoolBytes, PoolMemory
+from .shm import SharedPool, ShmTransport
+from .tcp import TcpTransport
+from .transport import Transport
+
+if TYPE_CHECKING:
+    from .device_pool import DevicePool
+
+Offers = Mapping[str, Callable[[], Transport]]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The worker whose pool it is: ``host`` is where it listens, ``key`` its cluster's, ``wake`` ends its loop's sleep.
+
+    ``wake`` may be called from any thread.
+    """
+
+    me: Peer
+    host: str
+    key: bytes
+    lease_seconds: float
+    wake: Callable[[], None]
+
+
+def offers_of_host(pool: PoolBytes, shared: SharedPool, owner: Owner) -> Offers:
+    """``pool`` lies in ``shared``."""
+    return {"shm": lambda: ShmTransport(pool, shared), **_offers_of_any(pool, owner)}
+
+
+def offers_of_gpu(pool: "DevicePool", owner: Owner) -> Offers:
+    from .cuda_ipc import CudaIpcTransport  # triton, which only machines with a GPU have
+
+    return {"cuda_ipc": lambda: CudaIpcTransport(pool, owner.wake), **_offers_of_any(pool, owner)}
+
+
+def _offers_of_any(pool: PoolMemory, owner: Owner) -> Offers:
+    offers = {"tcp": lambda: TcpTransport(pool, Mailbox(owner.host, 0, owner.me.incarnation))}
+    return {"ucx": lambda: _ucx(pool, owner), **offers} if find_spec("ucxx") else offers
+
+
+def _ucx(pool: PoolMemory, owner: Owner) -> Transport:
+    from .ucx import UcxTransport  # an extra
+
+    return UcxTransport(pool, owner.me, owner.key, owner.lease_seconds)
