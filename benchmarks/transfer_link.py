@@ -1,0 +1,272 @@
+"""KV from one process to another over a link, without an engine: how much of the limit each transport reaches.
+
+Two processes with a pool each, linked by `Links` as two workers are: the probe runs first. A prompt is pushed layer
+group by layer group from random blocks to random blocks, and its time ends when the sender hears that everything has
+landed. Checksums of both sides are compared in every round.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from statistics import median
+
+import numpy as np
+import torch
+import zmq
+
+from crossdock.benchmarks.transfer_shapes import Work
+from crossdock.core.block_pool import BlockPool
+from crossdock.core.kv_layout import KvLayout
+from crossdock.core.mailbox import Mailbox
+from crossdock.core.messages import Attached, Incarnation, LeaseId, Link, PeerInfo, Push, Role, WorkerCard
+from crossdock.core.part import Delivery
+from crossdock.core.request import TransferId
+from crossdock.kvtransfer.links import Links
+from crossdock.kvtransfer.offers import Offers, Owner, offers_of_gpu, offers_of_host
+from crossdock.kvtransfer.pool_bytes import STAGING_BYTES, PoolBytes, PoolMemory
+from crossdock.kvtransfer.shm import allocate_shared
+
+NUM_GROUPS = 4
+LEASE_SECONDS = 10.0
+NUM_ROUNDS = 5
+MAX_PROBE_SECONDS = 60.0
+MAX_PUSH_SECONDS = 30.0
+TRANSFER = TransferId("t")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What both sides are made of; the decode side takes the last GPU. ``staging_bytes`` 0: what workers take."""
+
+    device: str
+    layout: KvLayout
+    num_blocks: int
+    transport: str
+    staging_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyVariant:
+    """Numbers for `kernels.kv_copy.CopyShape`, as in ``24x16x64x1``: programs, warps, KiB a tile, stages."""
+
+    name: str
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int(number) for number in self.name.removesuffix("s").split("x")]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRow:
+    """``variant`` says what differs from what workers do."""
+
+    transport: str
+    variant: str
+    num_tokens: int
+    num_at_once: int
+    gigabytes_per_second: float
+    milliseconds: float
+
+
+class LinkFailed(RuntimeError):
+    """A transport did not work; the message says what."""
+
+
+class Side:
+    """One process: pool, transport, links and mailbox, and a loop like a worker's."""
+
+    def __init__(self, setting: Setting, role: Role) -> None:
+        self.mailbox = Mailbox("127.0.0.1", 0, Incarnation(role.value))
+        self.setting = setting
+        self.memory, offers = self._pool_and_offers(role)
+        if setting.transport not in offers:
+            raise LinkFailed(f"{setting.transport} does not reach this pool; {', '.join(offers)} would")
+        self.transport = offers[setting.transport]()
+        self.card = WorkerCard(
+            role=role,
+            model="benchmark",
+            layout=setting.layout,
+            num_blocks=setting.num_blocks,
+            max_model_len=1,
+            max_num_seqs=1,
+            vocab_size=1,
+            num_layer_groups=NUM_GROUPS,
+            transports=(self.transport.card,),
+        )
+        pool = BlockPool(setting.num_blocks)
+        post = self.mailbox.send
+        self.links = Links(self.mailbox.peer, self.card, [self.transport], pool, self.memory, post, LEASE_SECONDS)
+        self.poller = zmq.Poller()
+        for source in (self.mailbox.poll_socket, *(inbox.poll_socket for inbox in self.links.inboxes)):
+            self.poller.register(source, zmq.POLLIN)
+
+    def _pool_and_offers(self, role: Role) -> tuple[PoolMemory, Offers]:
+        setting = self.setting
+        owner = Owner(self.mailbox.peer, "127.0.0.1", b"benchmark", LEASE_SECONDS, lambda: None)
+        num_bytes = setting.num_blocks * setting.layout.block_bytes
+        if setting.device == "cpu":
+            shared, staging_bytes = allocate_shared(num_bytes), setting.staging_bytes or STAGING_BYTES
+            host_pool = PoolBytes(shared.memory, setting.num_blocks, setting.layout, NUM_GROUPS, staging_bytes)
+            host_pool.array.reshape(-1)[:] = np.random.default_rng().integers(0, 255, num_bytes, np.uint8)
+            return host_pool, offers_of_host(host_pool, shared, owner)
+        from crossdock.kvtransfer import device_pool
+        from crossdock.model.device_stream import CudaStream
+
+        gpu = torch.device("cuda", torch.cuda.device_count() - 1 if role is Role.DECODE else 0)
+        torch.cuda.set_device(gpu)
+        tensor = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=gpu).view(setting.num_blocks, -1)
+        torch.cuda.synchronize()
+        staging_bytes = setting.staging_bytes or device_pool.STAGING_BYTES
+        pool = device_pool.DevicePool(tensor, setting.layout, NUM_GROUPS, CudaStream(gpu), staging_bytes)
+        return pool, offers_of_gpu(pool, owner)
+
+    @property
+    def info(self) -> PeerInfo:
+        return PeerInfo(self.mailbox.peer, self.card)
+
+    def vary(self, variant: CopyVariant) -> None:
+        """Spread copies otherwise from now on."""
+        from crossdock.kernels.kv_copy import CopyShape
+        from crossdock.kvtransfer.cuda_ipc import CudaIpcTransport
+
+        assert isinstance(self.transport, CudaIpcTransport), "only its kernel has variants"
+        programs, warps, kib, stages = variant.numbers
+        self.transport.shape = CopyShape(programs, warps, kib << 10, stages, variant.name.endswith("s"))
+
+    def turn(self, milliseconds: int, take: Callable[[Delivery], None]) -> None:
+        self.poller.poll(milliseconds)
+        for mailbox in (self.mailbox, *self.links.inboxes):
+            while (delivery := mailbox.receive()) is not None:
+                if not self.links.handle(delivery, time.monotonic()):
+                    take(delivery)
+        self.links.sweep(time.monotonic())
+
+
+def be_decode(setting: Setting, parent: Connection) -> None:
+    """Land what comes, and say so when all that was announced is here."""
+    side = Side(setting, Role.DECODE)
+    parent.send(side.info)
+    sender, router = parent.recv()
+    side.links.update(router, [sender, side.info], time.monotonic())
+    num_awaited = num_landed = 0
+
+    def take(delivery: Delivery) -> None:
+        nonlocal num_landed
+        if isinstance(delivery.message, Push):
+            if len(delivery.payload):
+                side.links.land(delivery.message, delivery.payload)
+            num_landed += len(delivery.message.blocks)
+
+    while True:
+        side.turn(0 if num_awaited else 1, take)
+        if num_awaited and num_landed == num_awaited:
+            side.mailbox.send(sender.peer, Attached(transfer_id=TRANSFER))
+            num_awaited = num_landed = 0
+        if parent.poll():
+            order = parent.recv()
+            if order is None:
+                return
+            if isinstance(order, int):
+                num_awaited = order
+            else:
+                parent.send(side.memory.checksums(order))
+
+
+@dataclass(slots=True)
+class Pair:
+    """The prefill side in this process, and the way to the decode side in the other."""
+
+    side: Side
+    decode: PeerInfo
+    child: Connection
+    attached: list[Attached] = field(default_factory=list)
+
+    def take(self, delivery: Delivery) -> None:
+        if isinstance(delivery.message, Attached):
+            self.attached.append(delivery.message)
+
+    def seconds(self, work: Work) -> float:
+        return median(self._push_all(work) for _ in range(NUM_ROUNDS))
+
+    def _push_all(self, work: Work) -> float:
+        """Seconds from the first push until all has landed. Raises `LinkFailed` if that is not what was sent."""
+        side = self.side
+        num_blocks, a_prompt = work.num_blocks, work.num_blocks // work.num_at_once
+        sources = random.sample(range(side.setting.num_blocks), num_blocks)
+        destinations = random.sample(range(side.setting.num_blocks), num_blocks)
+        self.child.send(num_blocks * NUM_GROUPS)
+        time.sleep(0.01)  # the child has read it
+        begun = time.perf_counter()
+        for group in range(NUM_GROUPS):
+            for first in range(0, num_blocks, a_prompt):
+                piece = slice(first, first + a_prompt)
+                header = Push(
+                    transfer_id=TRANSFER,
+                    lease_id=LeaseId(0),
+                    generation=0,
+                    group=group,
+                    blocks=destinations[piece],
+                    transport="",
+                )
+                side.links.push(self.decode.peer, header, sources[piece])
+        while not self.attached:
+            side.turn(0, self.take)
+            if time.perf_counter() - begun > MAX_PUSH_SECONDS:
+                raise LinkFailed(f"{work} had not landed after {MAX_PUSH_SECONDS:.0f} s")
+        seconds = time.perf_counter() - begun
+        self.attached.clear()
+        self.child.send(destinations)
+        if self.child.recv() != side.memory.checksums(sources):
+            raise LinkFailed(f"{work}: what landed is not what was sent")
+        return seconds
+
+
+@contextmanager
+def linked(setting: Setting) -> Iterator[Pair]:
+    """Two processes that have probed each other. Raises `LinkFailed`."""
+    here, there = get_context("spawn").Pipe()
+    child = get_context("spawn").Process(target=be_decode, args=(setting, there), daemon=True)
+    child.start()
+    there.close()
+    try:
+        side = Side(setting, Role.PREFILL)
+        decode: PeerInfo = here.recv()
+        router = Mailbox("127.0.0.1", 0, Incarnation("router"))
+        here.send((side.info, router.peer))
+        side.links.update(router.peer, [side.info, decode], time.monotonic())
+        pair = Pair(side, decode, here)
+        end = time.monotonic() + MAX_PROBE_SECONDS
+        while (told := router.receive()) is None:
+            side.turn(1, pair.take)
+            if time.monotonic() > end:
+                raise LinkFailed(f"no link within {MAX_PROBE_SECONDS:.0f} s")
+        assert isinstance(told.message, Link), "nothing else is told to a router"
+        if told.message.error:
+            raise LinkFailed(told.message.error)
+        yield pair
+        here.send(None)
+        child.join(10)
+        side.links.close()
+    except EOFError:
+        raise LinkFailed("the decode side has ended") from None
+    finally:
+        child.kill()
+        child.join()
+
+
+def measure_link(setting: Setting, works: Sequence[Work], variants: Sequence[CopyVariant] = ()) -> Iterator[LinkRow]:
+    """A row a work, for each of the variants if there are any. Raises `LinkFailed`."""
+    label = f"{setting.staging_bytes >> 20} MiB" if setting.staging_bytes else ""
+    with linked(setting) as pair:
+        for variant in variants or (None,):
+            if variant is not None:
+                pair.side.vary(variant)
+            for work in works:
+                seconds = pair.seconds(work)
+                rate = work.num_blocks * setting.layout.block_bytes / seconds / 1e9
+                name = variant.name if variant is not None else label
+                yield LinkRow(setting.transport, name, work.num_tokens, work.num_at_once, rate, 1e3 * seconds)
