@@ -9,6 +9,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -286,6 +287,7 @@ def _serve(config: RouterConfig, workers: list[tuple[Role, list[str]]]) -> None:
 
     source = _resolve(config.model, needs_weights=False)
     try:
+        config = replace(config, fingerprint=source.fingerprint().model)
         Access(config.door, config.model).close()
         listener = listen(config.host, config.port)
         mailbox = AsyncMailbox(config.control_host, config.control_port, Incarnation(secrets.token_hex(8)))

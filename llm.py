@@ -109,7 +109,8 @@ class LLM:
         )
         self._card = WorkerCard(
             role=Role.MIXED,
-            model=fingerprint,
+            model=fingerprint.model,
+            weights=fingerprint.weights,
             layout=loaded.layout,
             num_blocks=loaded.tables.pool.num_blocks,
             max_model_len=loaded.max_model_len,

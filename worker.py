@@ -15,11 +15,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import zmq
 
+from .core.block_hash import ModelFingerprint
+from .core.compatibility import protocol_mismatch
 from .core.config import WorkerConfig
 from .core.grammar import Vocabulary
 from .core.mailbox import Mailbox
@@ -51,7 +54,7 @@ from .kvtransfer.shm import SharedPool, allocate_shared
 from .kvtransfer.transport import Inbox, Transport
 from .model.device_stream import CudaStream
 from .model.engine import Engine, Step
-from .model.startup import LoadedModel, load_model, share_gpus
+from .model.startup import LoadedModel, is_dummy, load_model, share_gpus
 from .prefill.part import PrefillPart
 
 MAX_COPY_SECONDS = 0.002
@@ -100,7 +103,9 @@ class Worker:
     the stages of traced requests that have left.
     """
 
-    def __init__(self, config: WorkerConfig, path: Path, fingerprint: str, note: Callable[[list[Stage]], None]) -> None:
+    def __init__(
+        self, config: WorkerConfig, path: Path, fingerprint: ModelFingerprint, note: Callable[[list[Stage]], None]
+    ) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
         self._config = config
         self._mailbox = Mailbox(config.host, 0, incarnation)
@@ -110,13 +115,17 @@ class Worker:
         self._router_seen = self._next_heartbeat = 0.0
         self._known_router: Peer | None = None
         self._peers: set[Peer] = set()
+        self._strangers: dict[Peer, int] = {}
+        self._misses_router = False
         self._is_draining = False
         self._are_books_checked = False
         self._shared: SharedPool | None = None
+        if is_dummy(config.engine):
+            fingerprint = replace(fingerprint, weights="random")
         self._model = self._load(path, fingerprint)
         self._compose(fingerprint)
 
-    def _load(self, path: Path, fingerprint: str) -> LoadedModel:
+    def _load(self, path: Path, fingerprint: ModelFingerprint) -> LoadedModel:
         config = self._config
         engine = share_gpus(config.engine, config.number, config.num_on_host)
 
@@ -127,7 +136,7 @@ class Worker:
         key, vocabulary = config.cluster_key, partial(load_vocabulary, path)
         return load_model(path, fingerprint, key, engine, allocate, self._wake_up, _show_progress, vocabulary)
 
-    def _compose(self, fingerprint: str) -> None:
+    def _compose(self, fingerprint: ModelFingerprint) -> None:
         """Bring engine, parts, links and mailbox together."""
         config, model, me = self._config, self._model, self._mailbox.peer
         num_blocks = model.tables.pool.num_blocks
@@ -135,7 +144,8 @@ class Worker:
         memory, transports = self._pool_and_transports(num_groups)
         self._card = WorkerCard(
             role=config.role,
-            model=fingerprint,
+            model=fingerprint.model,
+            weights=fingerprint.weights,
             layout=model.layout,
             num_blocks=num_blocks,
             max_model_len=model.max_model_len,
@@ -263,7 +273,7 @@ class Worker:
             case WhoAreYou():
                 self._meet_router(delivery.sender, now)
                 self._mailbox.send(self._router, Hello(card=self._card))
-            case Refused(reason=reason):
+            case Refused(reason=reason) if delivery.sender not in self._peers:
                 raise SystemExit(f"the router refuses this worker: {reason}")
             case SnapshotRequest():
                 self._mailbox.send(delivery.sender, self._model.tables.prefixes.snapshot())
@@ -278,19 +288,33 @@ class Worker:
 
     def _keep_in_touch(self, now: float) -> None:
         """Once a second: who I am until the router knows, then how I am."""
-        if self._known_router is not None and now - self._router_seen > self._config.router_silence_seconds:
-            self._lose(self._known_router, now)
-            self._known_router = None
+        if not self._misses_router and now - self._router_seen > self._config.router_silence_seconds:
+            self._misses_router = True
+            _log.warning("the router at %s is silent; this worker goes on asking it", self._config.router_address)
+            if self._known_router is not None:
+                self._lose(self._known_router, now)
+                self._known_router = None
         if now < self._next_heartbeat:
             return
+        self._refuse_strangers()
         self._next_heartbeat = now + self._config.heartbeat_seconds
         greeting = Hello(card=self._card) if self._known_router is None else Heartbeat(load=self.load())
         self._mailbox.send(self._router, greeting)
         self._tell_cache_events()
 
+    def _refuse_strangers(self) -> None:
+        """Whoever speaks another version of the protocol is told so in its own."""
+        known, self._strangers = self._strangers, self._mailbox.take_strangers()
+        for peer, protocol in self._strangers.items():
+            reason = protocol_mismatch(protocol, (f"at {self._mailbox.peer.address}", f"at {peer.address}"))
+            self._mailbox.refuse(peer, protocol, reason)
+            if peer not in known:
+                _log.warning("refused %s: %s", peer.address, reason)
+
     def _meet_router(self, router: Peer, now: float) -> None:
         """A router with another incarnation is a new one: what the former wanted is void."""
         self._router_seen = now
+        self._misses_router = False
         if router != self._known_router:
             if self._known_router is not None:
                 self._lose(self._known_router, now)

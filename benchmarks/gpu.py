@@ -29,6 +29,7 @@ from crossdock.benchmarks.gpu_profile import Timeline, as_table  # noqa: E402
 from crossdock.benchmarks.gpu_shapes import CONFIGS, ModelShape  # noqa: E402
 from crossdock.benchmarks.gpu_workloads import DECODE_PEERS, START, Measurement, Workloads  # noqa: E402
 from crossdock.benchmarks.offline_engine import OfflineEngine  # noqa: E402
+from crossdock.core.block_hash import ModelFingerprint  # noqa: E402
 from crossdock.core.config import EngineConfig  # noqa: E402
 from crossdock.core.request import SamplingParams  # noqa: E402
 from crossdock.model.startup import load_model  # noqa: E402
@@ -61,7 +62,7 @@ def engine_for(shape: str) -> OfflineEngine:
     config = EngineConfig(device="cuda", load_format="dummy", chunk_tokens=CHUNK_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIGS[shape]))
-        return OfflineEngine(load_model(Path(folder), shape, b"benchmark", config), config)
+        return OfflineEngine(load_model(Path(folder), ModelFingerprint(shape, "random"), b"benchmark", config), config)
 
 
 def start(shape: str) -> None:

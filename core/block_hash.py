@@ -12,11 +12,20 @@ the cluster key a collision can't even be searched for.
 """
 
 import struct
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from .kv_layout import KvLayout
 
 HASH_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """What a model computes, equal wherever it lies: ``model`` is its configuration, ``weights`` their revision."""
+
+    model: str
+    weights: str
 
 
 def encode_fields(*fields: float | str | bytes) -> bytes:
@@ -48,13 +57,13 @@ def _keyed(cluster_key: bytes, use: bytes) -> blake2b:
     return blake2b(key=key, digest_size=HASH_BYTES, person=use)
 
 
-def model_root(cluster_key: bytes, model_fingerprint: str, layout: KvLayout) -> bytes:
+def model_root(cluster_key: bytes, model: str, layout: KvLayout, weights: str = "") -> bytes:
     """16 bytes that differ whenever KV of the same tokens must not be exchanged.
 
-    ``model_fingerprint`` stands for the config and the revision of the weights.
+    ``model`` and ``weights`` are those of a `ModelFingerprint`.
     """
     hasher = _keyed(cluster_key, b"crossdock root")
-    hasher.update(encode_fields(model_fingerprint, *layout.block_shape, layout.dtype))
+    hasher.update(encode_fields(model, weights, *layout.block_shape, layout.dtype))
     return hasher.digest()
 
 

@@ -147,6 +147,8 @@ class RouterConfig:
     control_port: int = 0
     """Where workers report; 0 lets the system choose."""
     served_model_name: str | None = None
+    fingerprint: str | None = None
+    """Of the model whose tokens it speaks (`ModelFingerprint.model`); unset, the first worker's model will do."""
     access_log: str | None = None
     traces: TraceConfig = field(default_factory=TraceConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)

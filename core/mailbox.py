@@ -17,7 +17,19 @@ from dataclasses import dataclass
 
 import zmq
 
-from .messages import Envelope, Incarnation, MalformedMessage, Message, Peer, decode, decode_envelope, encode
+from .messages import (
+    PROTOCOL_VERSION,
+    Envelope,
+    Incarnation,
+    MalformedMessage,
+    Message,
+    OtherProtocol,
+    Peer,
+    Refused,
+    decode,
+    decode_envelope,
+    encode,
+)
 from .part import Delivery
 
 HIGH_WATER_MARK = 10_000
@@ -25,6 +37,8 @@ MAX_FRAME_BYTES = 1 << 30
 """ZeroMQ closes a connection that announces a longer frame."""
 MAX_PEERS = 1000
 """Beyond, the DEALER opened first is closed (a context has 1023 sockets); a later message opens it again."""
+MAX_STRANGERS = 64
+"""So many that speak other versions of the protocol are remembered until somebody asks for them."""
 MAX_DELIVERIES_A_TURN = 8
 """So many may be received before other tasks of the event loop get their turn."""
 
@@ -55,13 +69,25 @@ class _Endpoint:
         self.num_dropped = 0
         """Messages that could not be sent: the peer's queue was full or its address is none."""
         self._lines: dict[Peer, _Line] = {}
+        self._strangers: dict[Peer, int] = {}
 
     def send(self, to: Peer, message: Message, payload: bytes | bytearray | memoryview | None = None) -> None:
         """Queue one message, or drop it; never blocks.
 
         ``payload`` may be reused at once: it is copied, unless it is ``bytes``, which nobody can change.
         """
-        line = self._lines.get(to) or self._open(to)
+        self._send(self._lines.get(to) or self._open(to, PROTOCOL_VERSION), message, payload)
+
+    def take_strangers(self) -> dict[Peer, int]:
+        """Who has spoken to this incarnation in another version of the protocol since the last call, and in which."""
+        strangers, self._strangers = self._strangers, {}
+        return strangers
+
+    def refuse(self, to: Peer, protocol: int, reason: str) -> None:
+        """Tell one of `take_strangers`, in its version, that it will not be heard."""
+        self._send(self._lines.get(to) or self._open(to, protocol), Refused(reason=reason), None)
+
+    def _send(self, line: _Line | None, message: Message, payload: bytes | bytearray | memoryview | None) -> None:
         if line is None:
             self.num_dropped += 1
             return
@@ -88,7 +114,7 @@ class _Endpoint:
         """Close all sockets; queued messages have ``linger_seconds`` to leave."""
         self._context.destroy(linger=round(linger_seconds * 1000))
 
-    def _open(self, to: Peer) -> _Line | None:
+    def _open(self, to: Peer, protocol: int) -> _Line | None:
         """A line to a new peer; ``None`` if its address, which may come from the network, is none."""
         if len(self._lines) == MAX_PEERS:
             self.forget(next(iter(self._lines)))
@@ -99,7 +125,7 @@ class _Endpoint:
         except zmq.ZMQError:
             dealer.close()
             return None
-        line = _Line(dealer, encode(Envelope(self.peer, to.incarnation)))
+        line = _Line(dealer, encode(Envelope(self.peer, to.incarnation, protocol)))
         self._lines[to] = line
         return line
 
@@ -112,6 +138,9 @@ class _Endpoint:
                 return None
             try:
                 return self._opened(frames)
+            except OtherProtocol as error:
+                self.num_rejected += 1
+                self._note_stranger(error.envelope)
             except MalformedMessage:
                 self.num_rejected += 1
 
@@ -125,6 +154,10 @@ class _Endpoint:
             if len(frames) < _MAX_FRAMES:
                 frames.append(frame)
         return frames
+
+    def _note_stranger(self, envelope: Envelope) -> None:
+        if envelope.to in ("", self.peer.incarnation) and len(self._strangers) < MAX_STRANGERS:
+            self._strangers[envelope.sender] = envelope.protocol
 
     def _opened(self, frames: list[zmq.Frame]) -> Delivery:
         if not 2 <= len(frames) <= 3:

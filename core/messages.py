@@ -14,7 +14,8 @@ from .kv_layout import KvLayout
 from .request import Request, RequestId, TokenLogprobs, TransferId
 from .sequence import FinishReason
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+"""`Envelope` and `Refused` keep their form in all versions, so that a process hears why another will not have it."""
 
 Incarnation = NewType("Incarnation", str)
 LeaseId = NewType("LeaseId", int)
@@ -22,6 +23,14 @@ LeaseId = NewType("LeaseId", int)
 
 class MalformedMessage(Exception):
     """Bytes from a socket that are no message of this protocol."""
+
+
+class OtherProtocol(MalformedMessage):
+    """A message in another version of the protocol, of which only its envelope can be read."""
+
+    def __init__(self, envelope: "Envelope") -> None:
+        super().__init__(f"protocol version {envelope.protocol}, this process speaks {PROTOCOL_VERSION}")
+        self.envelope = envelope
 
 
 class Role(StrEnum):
@@ -72,7 +81,10 @@ class TransportCard(msgspec.Struct, frozen=True):
 
 
 class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is; two workers may exchange KV only if ``model`` and ``layout`` are equal."""
+    """What a worker is; core/compatibility.py says in what two of them must agree to exchange KV.
+
+    ``model`` stands for the model's configuration, ``weights`` for their revision (`ModelFingerprint`).
+    """
 
     role: Role
     model: str
@@ -82,6 +94,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     vocab_size: int
     num_layer_groups: int
+    weights: str = ""
     transports: tuple[TransportCard, ...] = ()
 
     def max_choices(self, num_prompt_tokens: int) -> int:
@@ -154,18 +167,35 @@ class Peers(Message, frozen=True, tag="peers"):
     workers: list[PeerInfo]
 
 
+class TriedTransport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a probe found of one transport; ``error`` is empty when it works. ``detail`` is what the transport tells."""
+
+    name: str
+    bytes_per_second: float = 0.0
+    latency_seconds: float = 0.0
+    error: str = ""
+    detail: str = ""
+
+
 class Link(Message, frozen=True, tag="link"):
-    """Prefill worker to router: the outcome of probing one decode worker; ``error`` is empty when it works."""
+    """Prefill worker to router: the outcome of probing one decode worker; ``error`` is empty when it works.
+
+    The figures are those of ``transport``, which was chosen among ``tried``.
+    """
 
     to: Incarnation
     transport: str
     bytes_per_second: float = 0.0
     latency_seconds: float = 0.0
     error: str = ""
+    tried: tuple[TriedTransport, ...] = ()
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """Router to worker: you can't join, and why (another model, layout or protocol)."""
+    """You can't join, or get no KV from me, and why: another model, layout or protocol.
+
+    Router to worker, and decode worker to prefill worker.
+    """
 
     reason: str
 
@@ -349,9 +379,10 @@ class Revoke(Message, frozen=True, tag="revoke"):
 
 
 class ProbeRequest(Message, frozen=True, tag="probe_request"):
-    """Prefill to decode: lend me ``num_blocks`` blocks for random bytes."""
+    """Prefill to decode: this is who I am; lend me ``num_blocks`` blocks for random bytes, or say `Refused`."""
 
     probe_id: str
+    card: WorkerCard
     num_blocks: int
 
 
@@ -440,11 +471,11 @@ def decode(payload: bytes) -> Message:
 
 
 def decode_envelope(payload: bytes) -> Envelope:
-    """Raises `MalformedMessage`, also for an envelope of another protocol version."""
+    """Raises `MalformedMessage`, and `OtherProtocol` for an envelope of another version."""
     try:
         envelope = _envelope_decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise MalformedMessage(str(error)) from None
     if envelope.protocol != PROTOCOL_VERSION:
-        raise MalformedMessage(f"protocol version {envelope.protocol}, this process speaks {PROTOCOL_VERSION}")
+        raise OtherProtocol(envelope)
     return envelope

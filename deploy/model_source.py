@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
+from ..core.block_hash import ModelFingerprint
 from ..core.gguf_config import hf_config
 from ..core.gguf_header import read_header
 
@@ -54,13 +55,18 @@ class ModelSource:
     def weight_files(self) -> list[Path]:
         return [self.path] if self.kind is ModelKind.GGUF else sorted(self.path.glob(_WEIGHTS))
 
-    def fingerprint(self) -> str:
-        """Equal wherever the same config and weights lie, hexadecimal.
+    def fingerprint(self) -> ModelFingerprint:
+        """The model's kind and a digest of its config, and a digest of its weight files.
 
-        BLAKE2b-128 over the config and the name, size, first and last MiB of each weight file, so that it costs
-        milliseconds at any size; a change amid a file that leaves its ends alone goes unseen.
+        BLAKE2b-128 over the name, size, first and last MiB of each of these, so that it costs milliseconds at any size;
+        a change amid a file that leaves its ends alone goes unseen.
         """
-        digest = blake2b(json.dumps(self.config(), sort_keys=True).encode(), digest_size=16)
+        config = self.config()
+        model = blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
+        return ModelFingerprint(f"{config.get('model_type', 'unknown')}-{model}", self._revision())
+
+    def _revision(self) -> str:
+        digest = blake2b(digest_size=16)
         for path in self.weight_files():
             digest.update(f"\n{path.name}\n{path.stat().st_size}\n".encode())
             for part in _ends(path):

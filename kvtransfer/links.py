@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ..core.block_pool import BlockPool, OutOfBlocks
+from ..core.compatibility import mismatch
 from ..core.messages import (
     Commit,
     Link,
@@ -27,12 +28,14 @@ from ..core.messages import (
     ProbeSent,
     ProbeVerdict,
     Push,
+    Refused,
+    TriedTransport,
     WorkerCard,
 )
 from ..core.part import Delivery, Payload, TransferFailed
 from .loans import MAX_POOL_SHARE, Lender
 from .pool_bytes import PoolMemory
-from .probe import Probe, ProbeActions, Trial, mismatch
+from .probe import Probe, ProbeActions, Trial
 from .transport import POOL_WRITERS, BlockCopy, Copying, Inbox, NotReachable, Transport
 
 _log = logging.getLogger("crossdock.links")
@@ -145,11 +148,13 @@ class Links:
         self._memory.land(header, payload)
 
     def handle(self, delivery: Delivery, now: float) -> bool:
-        """A message of a probe, of either side; false for any other."""
+        """A message of a probe, of either side, or a refusal to take part in one; false for any other."""
         sender = delivery.sender
         match delivery.message:
             case ProbeRequest() as request:
                 self._requested(sender, request)
+            case Refused(reason=reason):
+                self._refused_by(sender, reason)
             case ProbeDone() as done:
                 self._lender.done(done.probe_id, sender)
             case ProbeSent() as sent:
@@ -199,7 +204,7 @@ class Links:
         common = [name for name in self._transports if name in {offered.name for offered in card.transports}]
         error = mismatch(self._card, card) or ("" if common else "no transport in common")
         if error:
-            self._refused[peer] = Link(to=peer.incarnation, transport="", error=error)
+            self._refuse(peer, error)
             return
         block_bytes = self._card.layout.block_bytes
         self._probes[peer] = Probe(
@@ -207,9 +212,21 @@ class Links:
             peer=peer,
             transports=common,
             num_blocks=max(1, min(PROBE_BYTES // block_bytes, self._pool.num_blocks // MAX_POOL_SHARE)),
-            block_bytes=block_bytes,
+            card=self._card,
             lease_seconds=self._lease_seconds,
         )
+
+    def _refuse(self, peer: Peer, error: str) -> None:
+        """No KV goes there as long as that incarnation lives."""
+        _log.warning("no KV goes to %s: %s", peer.address, error)
+        self._refused[peer] = Link(to=peer.incarnation, transport="", error=error)
+
+    def _refused_by(self, peer: Peer, reason: str) -> None:
+        probe = self._probes.get(peer)
+        if probe is not None and not probe.is_linked:
+            del self._probes[peer]
+            self._refuse(peer, f"it refuses: {reason}")
+            self._report(self._refused[peer])
 
     def _lose(self, peer: Peer, now: float) -> None:
         self._probes.pop(peer, None)
@@ -221,7 +238,15 @@ class Links:
             transport.forget(peer)
 
     def _requested(self, peer: Peer, request: ProbeRequest) -> None:
-        """Blocks lent on the late wish of a dead worker would never come back."""
+        """Blocks lent on the late wish of a dead worker would never come back.
+
+        What the router said of the peer is checked against what it says itself.
+        """
+        reason = mismatch(self._card, request.card, ("at the decode worker", "at the prefill worker"))
+        if reason:
+            _log.warning("refused KV from %s: %s", peer.address, reason)
+            self.send(peer, Refused(reason=reason))
+            return
         grant = self._lender.request(request, peer) if peer not in self._dead else None
         if grant is not None:
             self.send(peer, grant)
@@ -303,13 +328,29 @@ class Links:
             self.send(probe.peer, message)
         if actions.link is None:
             return
+        link = probe.link = self._detailed(actions.link, probe.peer)
+        _log.info("%s to %s; tried: %s", link.transport or "no way", probe.peer.address, _told(link.tried))
         for name, transport in self._transports.items():
-            if name != actions.link.transport:
+            if name != link.transport:
                 transport.forget(probe.peer)
-            elif detail := transport.detail(probe.peer):
-                _log.info("%s to %s goes over %s", name, probe.peer.address, detail)
-        self._report(actions.link)
+        self._report(link)
+
+    def _detailed(self, link: Link, peer: Peer) -> Link:
+        """With what the transports that work tell of the way to the peer."""
+        details = {tried.name: self._transports[tried.name].detail(peer) for tried in link.tried if not tried.error}
+        return replace(link, tried=tuple(replace(tried, detail=details.get(tried.name, "")) for tried in link.tried))
 
     def _report(self, link: Link | None) -> None:
         if self._router is not None and link is not None:
             self.send(self._router, link)
+
+
+def _told(tried: Iterable[TriedTransport]) -> str:
+    return ", ".join(_outcome(transport) for transport in tried) or "none"
+
+
+def _outcome(tried: TriedTransport) -> str:
+    if tried.error:
+        return f"{tried.name}: {tried.error}"
+    rate, latency = tried.bytes_per_second / 1e9, tried.latency_seconds * 1e6
+    return f"{tried.name} {rate:.2f} GB/s {latency:.0f} us" + (f" ({tried.detail})" if tried.detail else "")

@@ -16,11 +16,10 @@ A grant for a probe that has ended is handed back with `ProbeDone`.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum, auto
-from operator import attrgetter
+from math import inf
 
-from ..core.kv_layout import KvLayout
 from ..core.messages import (
     Link,
     Message,
@@ -29,21 +28,12 @@ from ..core.messages import (
     ProbeGrant,
     ProbeRequest,
     ProbeVerdict,
+    TriedTransport,
     WorkerCard,
 )
 
 NUM_ROUNDS = 3
 BACK_OFF_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-
-
-def mismatch(mine: WorkerCard, other: WorkerCard) -> str | None:
-    """The first field in which two workers differ that may not exchange KV."""
-    names = ["model", "num_layer_groups", *(f"layout.{field.name}" for field in fields(KvLayout))]
-    for name in names:
-        here, there = attrgetter(name)(mine), attrgetter(name)(other)
-        if here != there:
-            return f"{name} differs: {here} here, {there} there"
-    return None
 
 
 class ProbeState(Enum):
@@ -67,8 +57,8 @@ class Trial:
 class _Measured:
     """Best seconds from the start of a push to its verdict."""
 
-    one_block: float = float("inf")
-    all_blocks: float = float("inf")
+    one_block: float = inf
+    all_blocks: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +73,9 @@ NOTHING = ProbeActions()
 
 
 class Probe:
-    """``transports`` are those that both sides have; ``num_blocks`` of ``block_bytes`` bytes are wanted, at least 1.
+    """``transports`` are those that both sides have; ``num_blocks`` are wanted, at least 1.
 
-    ``name`` makes this worker's probe ids unique.
+    ``name`` makes this worker's probe ids unique, ``card`` is its own.
     """
 
     def __init__(
@@ -94,7 +84,7 @@ class Probe:
         peer: Peer,
         transports: Sequence[str],
         num_blocks: int,
-        block_bytes: int,
+        card: WorkerCard,
         lease_seconds: float,
     ) -> None:
         self.peer = peer
@@ -103,7 +93,7 @@ class Probe:
         self._name = name
         self._transports = transports
         self._num_blocks = num_blocks
-        self._block_bytes = block_bytes
+        self._card = card
         self._lease_seconds = lease_seconds
         self._num_attempts = 0
         self._next_event = 0.0
@@ -196,7 +186,8 @@ class Probe:
         self._num_attempts += 1
         self._last_contact = now
         self._next_event = now + self._lease_seconds
-        return ProbeActions((*withdrawn, ProbeRequest(probe_id=self.probe_id, num_blocks=self._num_blocks)))
+        request = ProbeRequest(probe_id=self.probe_id, card=self._card, num_blocks=self._num_blocks)
+        return ProbeActions((*withdrawn, request))
 
     def _next_trial(self, now: float) -> ProbeActions:
         if not self._trials:
@@ -211,21 +202,32 @@ class Probe:
     def _settle(self, now: float) -> ProbeActions:
         if not self._measured:
             return self._give_up("; ".join(f"{name}: {why}" for name, why in self._errors.items()), now)
-        transport, best = min(self._measured.items(), key=lambda item: item[1].all_blocks)
-        rate = len(self._blocks) * self._block_bytes / best.all_blocks
+        tried = self._tried()
+        best = max((outcome for outcome in tried if not outcome.error), key=lambda outcome: outcome.bytes_per_second)
         return self._end(
             ProbeState.LINKED,
             Link(
                 to=self.peer.incarnation,
-                transport=transport,
-                bytes_per_second=rate,
-                latency_seconds=best.one_block,
+                transport=best.name,
+                bytes_per_second=best.bytes_per_second,
+                latency_seconds=best.latency_seconds,
+                tried=tried,
             ),
         )
 
+    def _tried(self) -> tuple[TriedTransport, ...]:
+        """In the order of trial; those that were not reached are missing."""
+        num_bytes = len(self._blocks) * self._card.layout.block_bytes
+        outcomes = {name: TriedTransport(name, error=reason) for name, reason in self._errors.items()}
+        for name, best in self._measured.items():
+            if best.all_blocks < inf:
+                outcomes[name] = TriedTransport(name, num_bytes / best.all_blocks, best.one_block)
+        return tuple(outcomes[name] for name in self._transports if name in outcomes)
+
     def _give_up(self, reason: str, now: float) -> ProbeActions:
         self._next_event = now + BACK_OFF_SECONDS[min(self._num_attempts, len(BACK_OFF_SECONDS)) - 1]
-        return self._end(ProbeState.WAITING, Link(to=self.peer.incarnation, transport="", error=reason))
+        link = Link(to=self.peer.incarnation, transport="", error=reason, tried=self._tried())
+        return self._end(ProbeState.WAITING, link)
 
     def _end(self, state: ProbeState, link: Link) -> ProbeActions:
         self.state = state

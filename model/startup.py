@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.block_hash import BlockHasher, model_root
+from ..core.block_hash import BlockHasher, ModelFingerprint, model_root
 from ..core.block_pool import BlockPool
 from ..core.block_tables import BlockTables
 from ..core.config import CPU_KV_BYTES, DUMMY, EngineConfig
@@ -49,7 +49,7 @@ def no_vocabulary() -> Vocabulary:
 
 def load_model(
     path: Path,
-    fingerprint: str,
+    fingerprint: ModelFingerprint,
     cluster_key: bytes,
     config: EngineConfig,
     allocate: Callable[[int], memoryview] | None = None,
@@ -75,7 +75,8 @@ def load_model(
     if checkpoint is not None:
         checkpoint.close()
     pool = BlockPool(built.num_blocks)
-    hasher = BlockHasher(cluster_key, model_root(cluster_key, fingerprint, plan.layout), config.block_size)
+    root = model_root(cluster_key, fingerprint.model, plan.layout, fingerprint.weights)
+    hasher = BlockHasher(cluster_key, root, config.block_size)
     tables = BlockTables(pool, PrefixCache(pool, config.prefix_cache), hasher, config.block_size)
     gc.collect()
     gc.freeze()  # what is loaded stays; a full collection that looks at it takes as long as a step

@@ -14,6 +14,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..core.block_hash import model_root
 from ..core.config import RouterConfig
 from ..core.request import Request, RequestId
 from .access.access import Access
@@ -191,7 +192,9 @@ class Router:
     def _fingerprint(self) -> str:
         """Changes with the model that serves."""
         card = self.dispatcher.fleet.card
-        return f"fp_{card.model[:16]}" if card is not None else "fp_none"
+        if card is None:
+            return "fp_none"
+        return f"fp_{model_root(self.config.cluster_key, card.model, card.layout, card.weights).hex()[:16]}"
 
 
 def _requests(prepared: PreparedRequest, response_id: str, caller: Caller) -> list[Request]:

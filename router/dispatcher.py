@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..core.block_hash import BlockHasher, model_root
+from ..core.compatibility import protocol_mismatch
 from ..core.config import RouterConfig
 from ..core.mailbox import AsyncMailbox
 from ..core.messages import (
@@ -57,7 +58,7 @@ class Dispatcher:
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.fleet = Fleet(config.dead_after_seconds)
+        self.fleet = Fleet(config.dead_after_seconds, config.fingerprint)
         self.prefixes = PrefixMap()
         self.ledger = Ledger()
         self._config = config
@@ -110,7 +111,7 @@ class Dispatcher:
     def _hashes(self, request: Request) -> list[bytes]:
         card, key = self.fleet.card, self._config.cluster_key
         assert card is not None, "there is a pair, so there are workers"
-        root = model_root(key, card.model, card.layout)
+        root = model_root(key, card.model, card.layout, card.weights)
         return BlockHasher(key, root, card.layout.block_size).hashes(request.prompt, request.salt)
 
     def _begin(self, group: Sequence[Entry], pair: Pair, now: float) -> None:
@@ -226,7 +227,7 @@ class Dispatcher:
         former = self.fleet.remove_former(sender)
         answer = self.fleet.join(sender, hello.card, now)
         if isinstance(answer, Refused):
-            _log.warning("refused %s: %s", sender.address, answer.reason)
+            self._refused(sender, answer.reason, now)
             self._mailbox.send(sender, answer)
         elif answer.is_new:
             _log.info("%s worker %s joined", hello.card.role.value, sender.address)
@@ -238,6 +239,18 @@ class Dispatcher:
             self._mailbox.send(sender, self.fleet.peers())
         if former is not None:
             self._bury([former], now)
+
+    def _refused(self, sender: Peer, reason: str, now: float) -> None:
+        if self.fleet.refuse(sender, reason, now):
+            self._metrics.counts.refused_workers += 1
+            _log.warning("refused %s: %s", sender.address, reason)
+
+    def _refuse_strangers(self, now: float) -> None:
+        """Whoever speaks another version of the protocol is told so in its own."""
+        for peer, protocol in self._mailbox.take_strangers().items():
+            reason = protocol_mismatch(protocol, ("at the router", "at the worker"))
+            self._refused(peer, reason, now)
+            self._mailbox.refuse(peer, protocol, reason)
 
     def _on_link(self, worker: Worker, link: Link) -> None:
         if not self.fleet.link(worker, link):
@@ -277,6 +290,7 @@ class Dispatcher:
         now = self._clock()
         was_paused = now - self._ticked_at > 2 * TICK_SECONDS
         self._ticked_at = now
+        self._refuse_strangers(now)
         silent = [] if was_paused else self.fleet.remove_silent(now)
         if silent or now - self._told_at >= self._config.dead_after_seconds:
             self._broadcast(now)

@@ -8,7 +8,11 @@ old one at once.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..core.compatibility import difference, mismatch
 from ..core.messages import Incarnation, Link, Peer, PeerInfo, Peers, PoolBooks, Refused, WorkerCard, WorkerLoad
+
+MAX_REFUSALS = 16
+"""So many are remembered, for people to read."""
 
 
 @dataclass(slots=True)
@@ -92,11 +96,25 @@ class Joined:
     is_change: bool
 
 
-class Fleet:
-    """All live workers. Each method that removes a worker returns it: its requests are the caller's to end."""
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A worker that could not join, and when it last tried."""
 
-    def __init__(self, dead_after_seconds: float) -> None:
+    peer: Peer
+    reason: str
+    at: float
+
+
+class Fleet:
+    """All live workers. Each method that removes a worker returns it: its requests are the caller's to end.
+
+    ``model`` is the one whose tokens the router speaks (`ModelFingerprint`); ``None`` leaves it to the first worker.
+    """
+
+    def __init__(self, dead_after_seconds: float, model: str | None = None) -> None:
         self._dead_after = dead_after_seconds
+        self._model = model
+        self._refusals: dict[str, Refusal] = {}
         self._workers: dict[Incarnation, Worker] = {}
 
     def __iter__(self) -> Iterator[Worker]:
@@ -125,8 +143,9 @@ class Fleet:
     def join(self, peer: Peer, card: WorkerCard, now: float) -> Joined | Refused:
         """A `Hello`: a new worker, a known one that repeats itself, or one that changed its role."""
         reason = self._mismatch(peer, card)
-        if reason is not None:
+        if reason:
             return Refused(reason=reason)
+        self._refusals.pop(peer.address, None)
         known = self.find(peer)
         if known is not None:
             known.heard_at = now
@@ -136,16 +155,25 @@ class Fleet:
         self._workers[peer.incarnation] = Worker(peer, card, now, load)
         return Joined(is_new=True, is_change=True)
 
-    def _mismatch(self, peer: Peer, card: WorkerCard) -> str | None:
-        """Why this worker cannot exchange KV with the others, who are all alike."""
+    def refuse(self, peer: Peer, reason: str, now: float) -> bool:
+        """Remember it; false if the same was known."""
+        known = self._refusals.pop(peer.address, None)
+        self._refusals[peer.address] = Refusal(peer, reason, now)
+        if len(self._refusals) > MAX_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+        return known is None or (known.peer, known.reason) != (peer, reason)
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """Of workers that have not joined since; the newest comes last."""
+        return tuple(self._refusals.values())
+
+    def _mismatch(self, peer: Peer, card: WorkerCard) -> str:
+        """Why this worker can't serve the router's model or exchange KV with the others, who are all alike."""
+        if self._model is not None and card.model != self._model:
+            return difference("model", self._model, card.model, ("at the router", "at the worker"))
         other = next((worker for worker in self if worker.peer != peer), None)
-        if other is None:
-            return None
-        if card.model != other.card.model:
-            return f"this fleet serves model {other.card.model!r}, not {card.model!r}"
-        if card.layout != other.card.layout:
-            return f"this fleet's KV layout is {other.card.layout}, not {card.layout}"
-        return None
+        return mismatch(other.card, card, ("in the fleet", "at the worker")) if other is not None else ""
 
     def heard(self, peer: Peer, now: float) -> Worker | None:
         """Any message is a sign of life; ``None`` if the sender is unknown."""

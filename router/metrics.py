@@ -80,6 +80,7 @@ class Counts:
     retries: int = 0
     refusals: int = 0
     deaths: int = 0
+    refused_workers: int = 0
     preemptions: int = 0
     ended: dict[EndReason, int] = field(default_factory=lambda: dict.fromkeys(EndReason, 0))
 
@@ -214,6 +215,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Counts], int]]] = {
     "vllm:num_preemptions": ("Requests that gave their blocks back", lambda counts: counts.preemptions),
     "crossdock:request_retries": ("Attempts after a request's first", lambda counts: counts.retries),
     "crossdock:requests_refused": ("Requests refused for want of capacity", lambda counts: counts.refusals),
+    "crossdock:workers_refused": ("Workers that could not join", lambda counts: counts.refused_workers),
     "crossdock:worker_deaths": ("Workers that fell silent or were replaced", lambda counts: counts.deaths),
 }
 

@@ -13,7 +13,7 @@ import zmq
 
 from crossdock.core import mailbox as mailbox_module
 from crossdock.core.mailbox import HIGH_WATER_MARK, AsyncMailbox, Mailbox
-from crossdock.core.messages import Abort, Envelope, Incarnation, Message, Peer, encode
+from crossdock.core.messages import Abort, Envelope, Incarnation, Message, Peer, Refused, decode, encode
 from crossdock.core.part import Delivery
 from crossdock.core.request import RequestId
 
@@ -240,6 +240,37 @@ def test_what_is_no_message_is_counted_and_skipped(alice: Mailbox, bob: Mailbox,
     alice.send(bob.peer, abort("r1"))
     assert next_delivery(bob).message == abort("r1")
     assert bob.num_rejected == 1
+
+
+def spoken_by(stranger: Mailbox, bob: Mailbox, to: str) -> None:
+    """The stranger says something in version 999."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(bob.peer.address)
+        dealer.send_multipart([encode(Envelope(stranger.peer, to, protocol=999)), b"of a later age"])
+        assert bob.poll_socket.poll(5000)
+        assert bob.receive() is None
+
+
+def test_who_speaks_another_version_is_told_so_in_its_own(alice: Mailbox, bob: Mailbox) -> None:
+    for to in ("", "bob"):
+        spoken_by(alice, bob, to)
+        assert bob.take_strangers() == {alice.peer: 999}
+        assert bob.take_strangers() == {}
+    bob.refuse(alice.peer, 999, "too late")
+    assert alice.poll_socket.poll(5000)
+    envelope, message = alice._read_frames()
+    assert msgspec.msgpack.decode(envelope.bytes, type=Envelope) == Envelope(bob.peer, "alice", 999)
+    assert decode(message.bytes) == Refused(reason="too late")
+
+
+def test_strangers_that_mean_somebody_else_or_are_too_many_are_only_counted(
+    alice: Mailbox, bob: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoken_by(alice, bob, "bob's former life")
+    assert (bob.take_strangers(), bob.num_rejected) == ({}, 1)
+    monkeypatch.setattr(mailbox_module, "MAX_STRANGERS", 0)
+    spoken_by(alice, bob, "bob")
+    assert (bob.take_strangers(), bob.num_rejected) == ({}, 2)
 
 
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from crossdock.core import messages as m
 from crossdock.core.kv_layout import KvLayout
-from crossdock.core.messages import MalformedMessage, Message, Peer, decode, decode_envelope, encode
+from crossdock.core.messages import MalformedMessage, Message, OtherProtocol, Peer, decode, decode_envelope, encode
 from crossdock.core.request import Fork, Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
 from crossdock.core.sequence import FinishReason
 
@@ -39,7 +39,13 @@ SAMPLES: list[Message] = [
     m.Heartbeat(load=m.WorkerLoad(books=m.PoolBooks(1, 2, 3, 4), num_running=5)),
     m.WhoAreYou(),
     m.Peers(workers=[m.PeerInfo(PEER, CARD)]),
-    m.Link(to=PEER.incarnation, transport="shm", bytes_per_second=5e9, latency_seconds=1e-5),
+    m.Link(
+        to=PEER.incarnation,
+        transport="shm",
+        bytes_per_second=5e9,
+        latency_seconds=1e-5,
+        tried=(m.TriedTransport("shm", 5e9, 1e-5, detail="x"), m.TriedTransport("tcp", error="no")),
+    ),
     m.Refused(reason="another model"),
     m.PrefillTask(request=REQUEST, transfer_id=TRANSFER_ID, decode=PEER),
     m.Tokens(
@@ -64,7 +70,7 @@ SAMPLES: list[Message] = [
     m.Rejected(transfer_id=TRANSFER_ID, reason="stale lease"),
     m.Cancel(transfer_id=TRANSFER_ID, reason="aborted"),
     m.Revoke(transfer_id=TRANSFER_ID, reason="lease ended"),
-    m.ProbeRequest(probe_id="p", num_blocks=2),
+    m.ProbeRequest(probe_id="p", card=CARD, num_blocks=2),
     m.ProbeGrant(probe_id="p", blocks=[1, 2]),
     m.ProbeSent(probe_id="p", trial=1, transport="tcp", num_blocks=2, digest=b"\0" * 16),
     m.ProbeVerdict(probe_id="p", trial=1, is_correct=True, check_seconds=0.5),
@@ -161,8 +167,16 @@ def test_an_envelope_says_who_sends_and_who_is_meant() -> None:
 
 
 def test_another_protocol_version_is_named() -> None:
-    with pytest.raises(MalformedMessage, match="protocol version 3, this process speaks 2"):
-        decode_envelope(encode(m.Envelope(PEER, protocol=3)))
+    envelope = m.Envelope(PEER, protocol=999)
+    with pytest.raises(OtherProtocol, match=f"protocol version 999, this process speaks {m.PROTOCOL_VERSION}") as error:
+        decode_envelope(encode(envelope))
+    assert error.value.envelope == envelope
+
+
+def test_what_is_said_across_versions_keeps_its_form() -> None:
+    envelope = {"sender": {"address": PEER.address, "incarnation": "life"}, "to": "x", "protocol": m.PROTOCOL_VERSION}
+    assert msgspec.msgpack.decode(encode(m.Envelope(PEER, "x"))) == envelope
+    assert msgspec.msgpack.decode(encode(m.Refused(reason="why"))) == {"type": "refused", "reason": "why"}
 
 
 def test_messages_do_not_change_and_do_not_share_their_defaults() -> None:

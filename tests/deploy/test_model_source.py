@@ -54,7 +54,9 @@ def test_demo_is_the_file_inside_the_installed_package() -> None:
     assert (source.kind, source.name) == (ModelKind.GGUF, "demo")
     assert source.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert source.config()["num_hidden_layers"] == 30
-    assert len(source.fingerprint()) == 32
+    fingerprint = source.fingerprint()
+    assert fingerprint.model.startswith("llama-")
+    assert (len(fingerprint.model), len(fingerprint.weights)) == (len("llama-") + 32, 32)
 
 
 def test_demo_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +185,8 @@ def test_fingerprint_sees_changed_weights_at_both_ends(tmp_path: Path, place: in
     weights = bytearray((source.path / "model.safetensors").read_bytes())
     weights[place] ^= 1
     (source.path / "model.safetensors").write_bytes(weights)
-    assert source.fingerprint() != before
+    assert source.fingerprint().model == before.model
+    assert source.fingerprint().weights != before.weights
 
 
 def test_fingerprint_sees_size_names_and_config(tmp_path: Path) -> None:
@@ -198,3 +201,5 @@ def test_fingerprint_sees_size_names_and_config(tmp_path: Path) -> None:
     (source.path / "config.json").write_text("{}")
     seen.append(source.fingerprint())
     assert len(set(seen)) == 4
+    assert [fingerprint.model == seen[0].model for fingerprint in seen] == [True, True, True, False]
+    assert seen[2].weights == seen[3].weights

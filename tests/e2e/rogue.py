@@ -43,9 +43,11 @@ class Rogue:
     def __init__(self, model: Path, router_address: str) -> None:
         self._mailbox = Mailbox("127.0.0.1", 0, Incarnation("rogue"))
         self._num_offers = 0
+        fingerprint = resolve(str(model)).fingerprint()
         card = WorkerCard(
             role=Role.PREFILL,
-            model=resolve(str(model)).fingerprint(),
+            model=fingerprint.model,
+            weights=fingerprint.weights,
             layout=SMALL_LAYOUT,
             num_blocks=64,
             max_model_len=1024,

@@ -4,7 +4,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,6 +26,7 @@ from crossdock.core.messages import (
     ProbeRequest,
     ProbeSent,
     Push,
+    Refused,
     Renew,
     Role,
     TransportCard,
@@ -123,7 +126,7 @@ class Worker:
     """One worker without an engine: its pool, its transports and its links."""
 
     def __init__(
-        self, post: PostOffice, name: str, role: Role, transports: str = "shm tcp", layout: KvLayout = LAYOUT
+        self, post: PostOffice, name: str, role: Role, transports: str, layout: KvLayout, claims: dict[str, object]
     ) -> None:
         self.me = Peer(f"control of {name}", Incarnation(name))
         self.post = post
@@ -132,7 +135,7 @@ class Worker:
         self.pool = BlockPool(NUM_BLOCKS)
         self.arrived: list[Delivery] = []
         made = [self.make_transport(transport) for transport in transports.split()]
-        self.card = WorkerCard(
+        card = WorkerCard(
             role=role,
             model="m",
             layout=layout,
@@ -143,6 +146,7 @@ class Worker:
             num_layer_groups=2,
             transports=tuple(transport.card for transport in made),
         )
+        self.card = msgspec.structs.replace(card, **claims)
         self.links = Links(self.me, self.card, made, self.pool, self.memory, self.send, LEASE_SECONDS)
 
     def make_transport(self, name: str) -> Transport:
@@ -188,8 +192,10 @@ class Cluster:
         self.post = PostOffice()
         self.workers: list[Worker] = []
 
-    def add(self, name: str, role: Role, transports: str = "shm tcp", layout: KvLayout = LAYOUT) -> Worker:
-        self.workers.append(Worker(self.post, name, role, transports, layout))
+    def add(
+        self, name: str, role: Role, transports: str = "shm tcp", layout: KvLayout = LAYOUT, **claims: object
+    ) -> Worker:
+        self.workers.append(Worker(self.post, name, role, transports, layout, claims))
         return self.workers[-1]
 
     def meet(self, router: Peer = ROUTER) -> None:
@@ -376,6 +382,55 @@ def test_workers_of_another_layout_are_refused_by_name_of_the_field(cluster: Clu
         prefill.links.push(decode.me, header(0, [1]), [1])
 
 
+OTHER_DTYPE = replace(LAYOUT, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("layout", "claims", "difference"),
+    [
+        (LAYOUT, {"model": "n"}, "model differs: m at the decode worker, n at the prefill worker"),
+        (LAYOUT, {"weights": "2"}, "weights differs:  at the decode worker, 2 at the prefill worker"),
+        (OTHER_DTYPE, {}, "layout.dtype differs: float32 at the decode worker, bfloat16 at the prefill worker"),
+    ],
+    ids=["model", "weights", "dtype"],
+)
+def test_a_decode_worker_asks_who_wants_to_send_kv_and_does_not_trust_the_router_alone(
+    layout: KvLayout,
+    claims: dict[str, object],
+    difference: str,
+    cluster: Cluster,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill, decode = cluster.add("p", Role.PREFILL, "tcp", layout, **claims), cluster.add("d", Role.DECODE, "tcp")
+    as_told = msgspec.structs.replace(prefill.card, role=Role.DECODE, transports=decode.card.transports)
+    prefill.links.update(ROUTER, [PeerInfo(decode.me, as_told)], time.monotonic())
+    decode.links.update(ROUTER, [prefill.info], time.monotonic())
+    cluster.run_until(cluster.post.links_told)
+    assert cluster.post.links_told() == [
+        Link(to=decode.me.incarnation, transport="", error=f"it refuses: {difference}")
+    ]
+    told = [
+        f"refused KV from control of p: {difference}",
+        f"no KV goes to control of d: it refuses: {difference}",
+    ]
+    for _ in range(5):
+        cluster.turn(seconds_ahead=2 * LEASE_SECONDS)
+    assert [record.message for record in caplog.records] == told
+    assert decode.pool.books().free == NUM_BLOCKS
+    with pytest.raises(TransferFailed):
+        prefill.links.push(decode.me, header(0, [1]), [1])
+
+
+def test_a_refusal_by_a_stranger_or_too_late_changes_nothing(cluster: Cluster) -> None:
+    prefill, decode = cluster.add("p", Role.PREFILL), cluster.add("d", Role.DECODE)
+    cluster.meet()
+    cluster.run_until(cluster.post.links_told)
+    for sender in (decode.me, Peer("tcp://127.0.0.1:9", Incarnation("x"))):
+        assert prefill.links.handle(Delivery(sender, Refused(reason="no")), 0.0)
+    prefill.links.push(decode.me, header(1, [9]), [2])
+    assert len(cluster.post.links_told()) == 1
+
+
 def test_workers_without_a_common_transport_are_told_apart(cluster: Cluster) -> None:
     cluster.add("p", Role.PREFILL, "shm")
     cluster.add("d", Role.DECODE, "tcp")
@@ -417,12 +472,12 @@ def test_blocks_lent_to_a_dead_worker_come_back_and_its_late_wishes_are_ignored(
     prefill, decode = cluster.add("p", Role.PREFILL), cluster.add("d", Role.DECODE)
     cluster.meet()
     now = time.monotonic()
-    decode.take(Delivery(prefill.me, ProbeRequest(probe_id="x", num_blocks=2)), now)
+    decode.take(Delivery(prefill.me, ProbeRequest(probe_id="x", card=prefill.card, num_blocks=2)), now)
     decode.links.sweep(now)
     assert decode.pool.books().leased == 2
     decode.links.update(ROUTER, [decode.info], now)
     assert decode.pool.books().quarantined == 2
-    decode.take(Delivery(prefill.me, ProbeRequest(probe_id="y", num_blocks=2)), now)
+    decode.take(Delivery(prefill.me, ProbeRequest(probe_id="y", card=prefill.card, num_blocks=2)), now)
     decode.links.sweep(now + LEASE_SECONDS)
     assert decode.pool.books().free == NUM_BLOCKS
 

@@ -1,8 +1,5 @@
 """Trying transports: the borrower step by step, and the lender's books."""
 
-from dataclasses import replace
-
-import msgspec
 import pytest
 
 from crossdock.core.block_pool import BlockPool
@@ -18,10 +15,11 @@ from crossdock.core.messages import (
     ProbeSent,
     ProbeVerdict,
     Role,
+    TriedTransport,
     WorkerCard,
 )
 from crossdock.kvtransfer.loans import Lender
-from crossdock.kvtransfer.probe import NOTHING, NUM_ROUNDS, Probe, ProbeActions, ProbeState, Trial, mismatch
+from crossdock.kvtransfer.probe import NOTHING, NUM_ROUNDS, Probe, ProbeActions, ProbeState, Trial
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, block_size=16, dtype="float32")
 LEASE_SECONDS = 12.0
@@ -39,26 +37,9 @@ CARD = WorkerCard(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"model": "n"}, "model differs: m here, n there"),
-        ({"num_layer_groups": 4}, "num_layer_groups differs: 2 here, 4 there"),
-        ({"layout": replace(LAYOUT, block_size=32)}, "layout.block_size differs: 16 here, 32 there"),
-        ({"layout": replace(LAYOUT, dtype="bfloat16")}, "layout.dtype differs: float32 here, bfloat16 there"),
-        ({"layout": replace(LAYOUT, num_kv_heads=1)}, "layout.num_kv_heads differs: 2 here, 1 there"),
-        ({"num_blocks": 9, "role": Role.DECODE}, None),
-    ],
-)
-def test_workers_that_may_not_exchange_kv_learn_which_field_differs(
-    changes: dict[str, object], error: str | None
-) -> None:
-    assert mismatch(CARD, msgspec.structs.replace(CARD, **changes)) == error
-
-
 def make_probe(*transports: str) -> Probe:
-    probe = Probe("p/d", DECODE, transports or ("shm", "tcp"), num_blocks=3, block_bytes=100, lease_seconds=12.0)
-    assert probe.tick(0.0).messages == (ProbeRequest(probe_id="p/d/1", num_blocks=3),)
+    probe = Probe("p/d", DECODE, transports or ("shm", "tcp"), num_blocks=3, card=CARD, lease_seconds=12.0)
+    assert probe.tick(0.0).messages == (ProbeRequest(probe_id="p/d/1", card=CARD, num_blocks=3),)
     return probe
 
 
@@ -85,7 +66,9 @@ def test_a_worker_that_stood_still_makes_no_other_trial_in_blocks_lent_long_ago(
     ended = probe.tick(20.0)  # its verdict is late, and so is everything else
     assert (probe.trial, probe.state) == (None, ProbeState.WAITING)
     assert ended.messages == (ProbeDone(probe_id="p/d/1"),)
-    assert ended.link == Link(to=DECODE.incarnation, transport="", error="this worker stood still for too long")
+    late = TriedTransport("shm", error="no verdict in time")
+    stood_still = "this worker stood still for too long"
+    assert ended.link == Link(to=DECODE.incarnation, transport="", error=stood_still, tried=(late,))
 
 
 def test_each_transport_is_tried_with_one_block_and_with_all() -> None:
@@ -109,7 +92,11 @@ def test_the_fastest_transport_becomes_the_link_with_its_best_rate_and_latency()
     tcp = [0.125, 0.5, 0.5, 2.0, 0.5, 0.6]
     actions = [make_trial(probe, seconds, 16.0, check_seconds=0.25) for seconds in shm + tcp]
     assert actions[:-1] == [NOTHING] * (4 * NUM_ROUNDS - 1)
-    link = Link(to=DECODE.incarnation, transport="tcp", bytes_per_second=300 / 0.5, latency_seconds=0.125)
+    num_bytes = 3 * LAYOUT.block_bytes
+    tried = TriedTransport("shm", num_bytes / 0.75, 0.25), TriedTransport("tcp", num_bytes / 0.5, 0.125)
+    link = Link(
+        to=DECODE.incarnation, transport="tcp", bytes_per_second=num_bytes / 0.5, latency_seconds=0.125, tried=tried
+    )
     assert actions[-1] == ProbeActions((ProbeDone(probe_id="p/d/1"),), link)
     assert probe.is_linked and probe.tick(1e6) == NOTHING
 
@@ -124,6 +111,7 @@ def test_one_wrong_verdict_rules_a_transport_out() -> None:
     assert probe.trial == Trial(2 * NUM_ROUNDS, "tcp", [7])
     links = [make_trial(probe, 0.5, 0.4).link for _ in range(2 * NUM_ROUNDS)]
     assert links[-1] is not None and (links[-1].transport, links[-1].error) == ("tcp", "")
+    assert links[-1].tried[0] == TriedTransport("shm", error="wrong bytes arrived")
 
 
 def test_when_none_works_the_link_says_why_and_the_probe_starts_again_later_and_later() -> None:
@@ -139,6 +127,10 @@ def test_when_none_works_the_link_says_why_and_the_probe_starts_again_later_and_
             to=DECODE.incarnation,
             transport="",
             error="shm: the peer is on another host; tcp: wrong bytes arrived",
+            tried=(
+                TriedTransport("shm", error="the peer is on another host"),
+                TriedTransport("tcp", error="wrong bytes arrived"),
+            ),
         )
         assert actions.messages == (ProbeDone(probe_id=f"p/d/{attempt}"),)
         start = now
@@ -190,7 +182,7 @@ def test_an_unanswered_request_is_asked_anew_every_lease_time() -> None:
     assert probe.tick(11.9) == NOTHING
     withdrawn, request = probe.tick(12.0).messages
     assert withdrawn == ProbeDone(probe_id="p/d/1")
-    assert request == ProbeRequest(probe_id="p/d/2", num_blocks=3)
+    assert request == ProbeRequest(probe_id="p/d/2", card=CARD, num_blocks=3)
     assert probe.granted(ProbeGrant(probe_id="p/d/1", blocks=[4, 5, 6]), 13.0).messages == (withdrawn,)
     assert probe.trial is None
 
@@ -205,7 +197,7 @@ def test_a_grant_for_an_ended_probe_is_handed_back() -> None:
 
 
 def request(num_blocks: int = 2, probe_id: str = "x") -> ProbeRequest:
-    return ProbeRequest(probe_id=probe_id, num_blocks=num_blocks)
+    return ProbeRequest(probe_id=probe_id, card=CARD, num_blocks=num_blocks)
 
 
 def sent(num_blocks: int = 2, probe_id: str = "x") -> ProbeSent:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.core.block_pool import BlockPool
+from crossdock.core.kv_layout import KvLayout
 from crossdock.core.messages import (
     Incarnation,
     Message,
@@ -20,6 +21,8 @@ from crossdock.core.messages import (
     ProbeRequest,
     ProbeSent,
     ProbeVerdict,
+    Role,
+    WorkerCard,
 )
 from crossdock.kvtransfer.loans import Lender
 from crossdock.kvtransfer.probe import Probe, ProbeActions
@@ -27,6 +30,16 @@ from crossdock.kvtransfer.probe import Probe, ProbeActions
 LEASE_SECONDS = 12.0
 PREFILL = Peer("tcp://127.0.0.1:1", Incarnation("p"))
 DECODE = Peer("tcp://127.0.0.1:2", Incarnation("d"))
+CARD = WorkerCard(
+    role=Role.PREFILL,
+    model="m",
+    layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
+    num_blocks=24,
+    max_model_len=64,
+    max_num_seqs=64,
+    vocab_size=100,
+    num_layer_groups=1,
+)
 POOL_BLOCKS = 24
 OTHERS = "somebody else's"
 
@@ -56,7 +69,7 @@ class Lending:
         self.memory = [""] * POOL_BLOCKS
         self.others: list[int] = []
         self.lender = Lender(self.pool, LEASE_SECONDS)
-        self.probe = Probe("p/d", DECODE, ("shm", "cuda_ipc"), 3, 100, LEASE_SECONDS)
+        self.probe = Probe("p/d", DECODE, ("shm", "cuda_ipc"), 3, CARD, LEASE_SECONDS)
         self.is_dead = self.is_stalled = self.is_lost = False
 
     @property

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from crossdock.core.block_hash import ModelFingerprint
 from crossdock.core.config import EngineConfig
 from crossdock.model.startup import LoadedModel, choose_device, choose_dtype, load_model
 
@@ -24,7 +25,7 @@ CONFIG = {
 
 def loaded(folder: Path, config: EngineConfig) -> LoadedModel:
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    model = load_model(folder, "fingerprint", b"key", config)
+    model = load_model(folder, ModelFingerprint("model", "weights"), b"key", config)
     model.executor.close()
     return model
 

@@ -50,6 +50,16 @@ class RecordingMailbox:
     def send(self, to: Peer, message: Message) -> None:
         self.sent.append(Sent(to, message))
 
+    strangers: dict[Peer, int] = field(default_factory=dict)
+    refused: list[tuple[Peer, int, str]] = field(default_factory=list)
+
+    def take_strangers(self) -> dict[Peer, int]:
+        strangers, self.strangers = self.strangers, {}
+        return strangers
+
+    def refuse(self, to: Peer, protocol: int, reason: str) -> None:
+        self.refused.append((to, protocol, reason))
+
     def forget(self, peer: Peer) -> None:
         self.forgotten.append(peer)
 

@@ -4,6 +4,7 @@ import pytest
 
 from crossdock.core.block_hash import BlockHasher, model_root
 from crossdock.core.messages import (
+    PROTOCOL_VERSION,
     Abort,
     CacheEvents,
     CacheSnapshot,
@@ -52,12 +53,29 @@ def test_an_unknown_worker_that_sends_a_heartbeat_is_asked_who_it_is() -> None:
     assert stage.mailbox.sent == [Sent(P1, WhoAreYou())]
 
 
-def test_a_worker_of_another_model_is_refused_and_nobody_else_disturbed() -> None:
+def test_a_worker_of_another_model_is_refused_and_nobody_else_disturbed(caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage()
     stage.join((P1, Role.PREFILL))
-    stage.hear(D1, Hello(card=card(Role.DECODE, model="other")))
-    assert stage.mailbox.sent == [Sent(D1, Refused(reason="this fleet serves model 'm', not 'other'"))]
+    reason = "model differs: m in the fleet, other at the worker"
+    for _ in range(2):
+        stage.hear(D1, Hello(card=card(Role.DECODE, model="other")))
+    assert stage.mailbox.sent == [Sent(D1, Refused(reason=reason))] * 2
+    assert [record.message for record in caplog.records] == [f"refused tcp://d1:1: {reason}"]
     assert len(stage.dispatcher.fleet) == 1
+    assert stage.metric("crossdock:workers_refused_total") == 1
+
+
+def test_who_speaks_another_version_is_refused_by_name_once_a_second_and_the_log_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = Stage()
+    reason = f"protocol version differs: {PROTOCOL_VERSION} at the router, 999 at the worker"
+    for _ in range(2):
+        stage.mailbox.strangers[D1] = 999
+        stage.pass_time(1)
+    assert stage.mailbox.refused == [(D1, 999, reason)] * 2
+    assert [record.message for record in caplog.records] == [f"refused tcp://d1:1: {reason}"]
+    assert [refusal.reason for refusal in stage.dispatcher.fleet.refusals] == [reason]
 
 
 def test_workers_hear_from_an_idle_router_before_they_give_it_up() -> None:

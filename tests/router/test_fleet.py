@@ -16,7 +16,7 @@ from crossdock.core.messages import (
     WorkerCard,
     WorkerLoad,
 )
-from crossdock.router.fleet import Fleet, Joined, Pair, Worker
+from crossdock.router.fleet import MAX_REFUSALS, Fleet, Joined, Pair, Refusal, Worker
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 P, D, M = (Peer(f"tcp://10.0.0.{n}:7000", Incarnation(name)) for n, name in ((1, "p"), (2, "d"), (3, "m")))
@@ -121,17 +121,33 @@ def test_a_worker_of_another_model_is_refused() -> None:
     fleet = Fleet(dead_after_seconds=3)
     join(fleet, P, Role.PREFILL)
     answer = fleet.join(D, card(Role.DECODE, model="other"), now=0)
-    assert answer == Refused(reason="this fleet serves model 'm', not 'other'")
+    assert answer == Refused(reason="model differs: m in the fleet, other at the worker")
     assert len(fleet) == 1
+
+
+def test_a_worker_of_another_model_than_the_routers_is_refused_though_it_is_the_first() -> None:
+    fleet = Fleet(dead_after_seconds=3, model="m")
+    answer = fleet.join(D, card(Role.DECODE, model="other"), now=0)
+    assert answer == Refused(reason="model differs: m at the router, other at the worker")
+    join(fleet, P, Role.PREFILL)
+
+
+def test_refusals_are_remembered_until_the_worker_joins_and_the_oldest_forgotten() -> None:
+    fleet = Fleet(dead_after_seconds=3)
+    assert [fleet.refuse(D, reason, now) for now, reason in enumerate(("a", "a", "b"))] == [True, False, True]
+    assert list(fleet.refusals) == [Refusal(D, "b", 2)]
+    join(fleet, D, Role.DECODE)
+    assert list(fleet.refusals) == []
+    for number in range(MAX_REFUSALS + 3):
+        fleet.refuse(Peer(f"tcp://10.0.0.1:{number}", Incarnation("x")), "why", number)
+    assert [refusal.at for refusal in fleet.refusals] == list(range(3, MAX_REFUSALS + 3))
 
 
 def test_a_worker_of_another_layout_is_refused() -> None:
     fleet = Fleet(dead_after_seconds=3)
     join(fleet, P, Role.PREFILL)
     answer = fleet.join(D, card(Role.DECODE, layout=replace(LAYOUT, block_size=32)), now=0)
-    assert isinstance(answer, Refused)
-    assert "block_size=16" in answer.reason
-    assert "block_size=32" in answer.reason
+    assert answer == Refused(reason="layout.block_size differs: 16 in the fleet, 32 at the worker")
 
 
 def test_an_empty_fleet_takes_any_model() -> None:
