@@ -362,7 +362,7 @@ async def test_a_flood_of_messages_leaves_the_event_loop_its_turns(alice: Mailbo
     for _ in range(1000):
         await router.receive()
     counting.cancel()
-    assert turns >= 1000 // mailbox_module.MAX_DELIVERIES_A_TURN
+    assert turns >= 1000 // (mailbox_module.MAX_DELIVERIES_A_TURN + 1)  # the turn itself brings one more
 
 
 async def test_the_awaiting_router_skips_what_is_not_for_it(router: AsyncMailbox) -> None:
