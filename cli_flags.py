@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
+from .core.config import TRANSPORTS as ALL_TRANSPORTS
 from .core.config import (
     ChatConfig,
     DoorConfig,
@@ -38,8 +39,8 @@ def parse_bytes(text: str) -> int:
 
 def check_transports(names: str) -> None:
     """Raises ``typer.BadParameter``."""
-    if unknown := set(names.split(",")) - set(TRANSFER.transports):
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is no transport; there are {TRANSPORTS}")
+    if unknown := set(names.split(",")) - set(ALL_TRANSPORTS):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is no transport; there are {', '.join(ALL_TRANSPORTS)}")
 
 
 def check_tcp_address(address: str) -> None:
@@ -131,7 +132,11 @@ ChunkTokens = Annotated[int, typer.Option(help="Token budget of one step.", min=
 LayerGroups = Annotated[int, typer.Option(help="In how many pushes a prompt's KV travels.", min=1)]
 PrefixCache = Annotated[bool, typer.Option(help="Reuse the KV of prompts that start alike.")]
 Transports = Annotated[
-    str, typer.Option(help="Allowed KV transports, comma-separated.", callback=checked(check_transports))
+    str,
+    typer.Option(
+        help=f"Allowed KV transports, comma-separated, of {', '.join(ALL_TRANSPORTS)}; the fastest that works is used.",
+        callback=checked(check_transports),
+    ),
 ]
 TransferChecksums = Annotated[
     bool, typer.Option(help="Compare all KV that arrives with what was sent, before anything reads it.")

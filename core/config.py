@@ -6,6 +6,8 @@ from pathlib import Path
 from .messages import Role
 
 CPU_KV_BYTES = 256 << 20
+TRANSPORTS = ("shm", "cuda_ipc", "ucx", "nccl", "tcp")
+"""All there are. ``nccl`` is used only where it is named: each channel of it holds memory of both GPUs."""
 DUMMY = "dummy"
 
 
@@ -42,7 +44,7 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     transports: tuple[str, ...] = ("shm", "cuda_ipc", "ucx", "tcp")
-    """Allowed transports; a pair uses the fastest of them that both have and that passes its probe."""
+    """Allowed ones of `TRANSPORTS`; a pair uses the fastest of them that both have and that passes its probe."""
     checksums: bool = False
     """Compare all KV that arrives with what was sent, before anything attends to it: a pass over it on each side."""
     lease_seconds: float = 10.0

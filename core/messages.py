@@ -421,6 +421,37 @@ class ProbeDone(Message, frozen=True, tag="probe_done"):
     probe_id: str
 
 
+# --- a channel for bulk between two workers (kvtransfer/nccl.py) -------------------------------
+
+
+class ChannelInvite(Message, frozen=True, tag="channel_invite"):
+    """Sending to receiving side: join me under ``unique_id``; it replaces my channels with lower numbers.
+
+    ``code`` can only be made with the cluster's key.
+    """
+
+    channel: int
+    unique_id: bytes
+    code: bytes
+
+
+class PieceSent(Message, frozen=True, tag="piece_sent"):
+    """Sending to receiving side: the channel's transfer number ``number``, from 0, brings the bytes of ``message``."""
+
+    channel: int
+    number: int
+    num_bytes: int
+    message: Push | ProbeSent
+
+
+class ChannelEnded(Message, frozen=True, tag="channel_ended"):
+    """Either side to the other: I have let go of the channel to which ``inviter`` had invited."""
+
+    channel: int
+    inviter: Incarnation
+    reason: str
+
+
 # --- the prefix cache, told to the router ------------------------------------------------------
 
 
@@ -448,6 +479,7 @@ AnyMessage = (
     | PrefillTask | Tokens | PromptLogprobs | RequestFailed | Abort
     | Offer | Reservation | Push | Renew | Commit | Attached | Rejected | Cancel | Revoke
     | ProbeRequest | ProbeGrant | ProbeSent | ProbeVerdict | ProbeDone
+    | ChannelInvite | PieceSent | ChannelEnded
     | CacheEvents | SnapshotRequest | CacheSnapshot
 )  # fmt: skip
 

@@ -36,7 +36,7 @@ from ..core.part import Delivery, Payload, TransferFailed
 from .loans import MAX_POOL_SHARE, Lender
 from .pool_bytes import PoolMemory
 from .probe import Probe, ProbeActions, Trial
-from .transport import POOL_WRITERS, BlockCopy, Copying, Inbox, NotReachable, Transport
+from .transport import POOL_WRITERS, BlockCopy, Copying, Inbox, LinkDown, NotReachable, Transport
 
 _log = logging.getLogger("crossdock.links")
 
@@ -127,7 +127,11 @@ class Links:
         transport = self._transports[probe.link.transport]
         header = replace(header, transport=probe.link.transport)
         copy = BlockCopy(source_blocks, header.blocks, self._memory.groups[header.group])
-        copying = transport.push(to, header, copy)
+        try:
+            copying = transport.push(to, header, copy)
+        except LinkDown as error:
+            self._act(probe, probe.broken(str(error), self._clock()))
+            raise
         if copying is not None and not copying.is_done:
             self._held_back.setdefault(to, deque()).append(copying)
         if header.transport in POOL_WRITERS:
@@ -236,6 +240,8 @@ class Links:
         self._held_back.pop(peer, None)
         for transport in self._transports.values():
             transport.forget(peer)
+        for inbox in self.inboxes:
+            inbox.forget(peer)
 
     def _requested(self, peer: Peer, request: ProbeRequest) -> None:
         """Blocks lent on the late wish of a dead worker would never come back.

@@ -6,6 +6,8 @@
        ^                        │ asks anew                  │ ─── bytes, ProbeSent ──^ │ no answer: transport failed
        │                        │ every lease time           │                          │
        └── none works, back-off ┴────────────────────────────┴── all trials made: ProbeDone, Link ──> LINKED
+       ^                                                                                                │
+       └── the transport broke, back-off ───────────────────────────────────────────────────────────────┘
 
 The peer lends blocks (loans.py). A transport is tried `NUM_ROUNDS` times with one of them, which also warms it up,
 and as often with all of them, with fresh random bytes each time; the peer compares their digest. One wrong verdict,
@@ -159,6 +161,10 @@ class Probe:
         self._measured.pop(transport, None)
         self._trials = deque(trial for trial in self._trials if trial.transport != transport)
         return self._next_trial(now)
+
+    def broken(self, reason: str, now: float) -> ProbeActions:
+        """The transport of the link does not work any more: there is none until a new probe has found one."""
+        return self._give_up(reason, now) if self.is_linked else NOTHING
 
     def judged(self, verdict: ProbeVerdict, now: float) -> ProbeActions:
         """The peer has compared; late and repeated verdicts change nothing."""

@@ -13,7 +13,7 @@ import zmq
 
 from ..core.kv_layout import LayerGroup
 from ..core.messages import Peer, ProbeSent, Push, TransportCard
-from ..core.part import Delivery
+from ..core.part import Delivery, TransferFailed
 
 POOL_WRITERS = frozenset({"shm", "cuda_ipc"})
 """Transports that bring the bytes to the receiver's pool and leave it to their caller to send the header after them."""
@@ -21,6 +21,10 @@ POOL_WRITERS = frozenset({"shm", "cuda_ipc"})
 
 class NotReachable(Exception):
     """This transport does not lead to that peer; another one may."""
+
+
+class LinkDown(TransferFailed):
+    """The way to the peer has broken; it must be opened anew, or another one be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,9 @@ class BlockCopy:
 class Inbox(Protocol):
     """What a worker's loop polls."""
 
-    num_rejected: int
-    """Messages that were malformed or meant for another incarnation."""
+    @property
+    def num_rejected(self) -> int:
+        """Messages that were malformed or meant for another incarnation."""
 
     @property
     def poll_socket(self) -> zmq.Socket[bytes] | int:
@@ -50,6 +55,9 @@ class Inbox(Protocol):
 
     def receive(self) -> Delivery | None:
         """The next message; ``None`` if none is here. Always asked until then before the loop polls."""
+
+    def forget(self, peer: Peer) -> None:
+        """The incarnation is dead: what is under way from it ends without result."""
 
 
 class Copying(Protocol):
@@ -74,7 +82,7 @@ class Transport(Protocol):
         """Where headers with payloads arrive; the worker polls it next to its control mailbox."""
 
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
-        """Make ready to push to the peer's pool of ``num_blocks`` blocks; again it does nothing.
+        """Make ready to push to the peer's pool of ``num_blocks`` blocks; again it does nothing, unless the way broke.
 
         Raises `NotReachable`.
         """
@@ -85,7 +93,8 @@ class Transport(Protocol):
         ``None`` says that the sources are free to change. Otherwise the copy has only begun, and the caller says
         nothing else to this peer before it is done.
 
-        Raises `TransferFailed` if not all of it could be sent, or the peer is not open.
+        Raises `TransferFailed` if not all of it could be sent, or the peer is not open, and `LinkDown` if it would be
+        of no use to try again.
         """
 
     def detail(self, peer: Peer) -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from ..core.messages import Peer, ProbeSent, Push, TransportCard, encode
 from ..core.part import Payload, TransferFailed
+from .pieces import PackingPieces, StagedAddress, split_push
 from .pool_bytes import PoolMemory
 from .staging_ring import StagingRing
 from .transport import BlockCopy, NotReachable
@@ -23,48 +23,6 @@ from .ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, NUM_BUFFERS, Header, Ucx
 from .ucx_port import Endpoint, Pending, Port, UcxFailed
 
 TAG_BITS = 64 - KIND_BITS
-WAIT_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """Of a `UcxTransport`; ``staging_bytes`` is the most that one piece may bring there."""
-
-    staging_bytes: int
-    port: str
-
-    def __str__(self) -> str:
-        return f"{self.staging_bytes}@{self.port}"
-
-    @classmethod
-    def parse(cls, text: str) -> "_Address":
-        """Raises `NotReachable`."""
-        staging_bytes, _, port = text.partition("@")
-        if not (staging_bytes.isascii() and staging_bytes.isdecimal()):
-            raise NotReachable("this is no address over UCX")
-        return cls(int(staging_bytes), port)
-
-
-@dataclass(slots=True, eq=False)
-class PackingPieces:
-    """`Copying`: done when all pieces are packed, so that their sources are free."""
-
-    to: Peer
-    pieces: deque[tuple[Push | ProbeSent, BlockCopy]]
-    progress: Callable[[], None]
-
-    @property
-    def is_done(self) -> bool:
-        return not self.pieces
-
-    def wait(self) -> None:
-        """The buffers may be with a peer that has stopped, of whose death this worker must hear."""
-        end = time.monotonic() + WAIT_SECONDS
-        while not self.is_done:
-            if time.monotonic() > end:
-                self.pieces.clear()
-                raise TransferFailed("UCX had no free buffer in time")
-            self.progress()
 
 
 @dataclass(slots=True, eq=False)
@@ -92,12 +50,12 @@ class UcxTransport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port = Port(key)
-        self.card = TransportCard("ucx", str(_Address(pool.staging_bytes, self._port.address)))
+        self.card = TransportCard("ucx", str(StagedAddress(pool.staging_bytes, self._port.address)))
         self.inbox = UcxInbox(self._port, pool, me, receive_seconds, self._pump, clock)
         self._pool = pool
         self._me = me
         self._endpoints: dict[Peer, Endpoint] = {}
-        self._addresses: dict[Peer, _Address] = {}
+        self._addresses: dict[Peer, StagedAddress] = {}
         self._ring = StagingRing(pool, NUM_BUFFERS)
         self._packing: deque[PackingPieces] = deque()
         self._sent: list[_Sent] = []
@@ -106,11 +64,9 @@ class UcxTransport:
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
         if peer in self._endpoints:
             return
-        address = _Address.parse(card.address)
-        if address.staging_bytes < self._pool.layout.block_bytes:
-            raise NotReachable("the peer's staging buffers are smaller than a block")
+        address = StagedAddress.parse(card.address, self._pool.layout.block_bytes)
         try:
-            self._endpoints[peer] = self._port.connect(address.port)
+            self._endpoints[peer] = self._port.connect(address.address)
         except UcxFailed as error:
             raise NotReachable(f"UCX: {error}") from None
         self._addresses[peer] = address
@@ -119,8 +75,7 @@ class UcxTransport:
         if not self._is_open(to):
             raise TransferFailed("UCX has no way to the peer")
         max_blocks = self._pool.staging_blocks(copy.layers, self._addresses[to].staging_bytes)
-        pieces = copy.split(len(copy.sources) if isinstance(header, ProbeSent) else max_blocks)
-        packing = PackingPieces(to, deque((_part(header, piece), piece) for piece in pieces), self._progress)
+        packing = PackingPieces(to, split_push(header, copy, max_blocks), self._progress)
         self._packing.append(packing)
         self._pump()
         return packing
@@ -132,7 +87,7 @@ class UcxTransport:
             return endpoint is not None
         endpoint.close()
         try:
-            self._endpoints[to] = self._port.connect(self._addresses[to].port)
+            self._endpoints[to] = self._port.connect(self._addresses[to].address)
         except UcxFailed:
             return False
         return True
@@ -188,7 +143,3 @@ class UcxTransport:
             self._ring.give_back(buffer)
             return
         self._sent.append(_Sent(to, buffer, pendings))
-
-
-def _part(header: Push | ProbeSent, piece: BlockCopy) -> Push | ProbeSent:
-    return replace(header, blocks=piece.destinations) if isinstance(header, Push) else header

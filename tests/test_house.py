@@ -45,6 +45,7 @@ TORCH_FREE = {"core", "kvtransfer", "prefill", "decode", "router", "deploy", "cr
 WITH_TORCH = (
     *("benchmarks.cpu", "benchmarks.model_export", "benchmarks.gpu", "benchmarks.offline_engine"),
     *("benchmarks.transfer", "kvtransfer.cuda_ipc", "kvtransfer.cuda_memory", "kvtransfer.device_pool"),
+    "kvtransfer.nccl_gpu",
 )
 LOAD_CLIENT = ("bench", "load", "report", "sse_client", "stream_meter", "traces", "workload")
 MAX_FILE_LINES = 500

@@ -34,6 +34,7 @@ CARD = m.WorkerCard(
     num_layer_groups=2,
     transports=(m.TransportCard("tcp", ""), m.TransportCard("shm", "segment")),
 )
+PROBE_SENT = m.ProbeSent(probe_id="p", trial=1, transport="tcp", num_blocks=2, digest=b"\0" * 16)
 SAMPLES: list[Message] = [
     m.Hello(card=CARD),
     m.Heartbeat(load=m.WorkerLoad(books=m.PoolBooks(1, 2, 3, 4), num_running=5)),
@@ -72,9 +73,12 @@ SAMPLES: list[Message] = [
     m.Revoke(transfer_id=TRANSFER_ID, reason="lease ended"),
     m.ProbeRequest(probe_id="p", card=CARD, num_blocks=2),
     m.ProbeGrant(probe_id="p", blocks=[1, 2]),
-    m.ProbeSent(probe_id="p", trial=1, transport="tcp", num_blocks=2, digest=b"\0" * 16),
+    PROBE_SENT,
     m.ProbeVerdict(probe_id="p", trial=1, is_correct=True, check_seconds=0.5),
     m.ProbeDone(probe_id="p"),
+    m.ChannelInvite(channel=1, unique_id=b"u" * 128, code=b"c" * 16),
+    m.PieceSent(channel=1, number=0, num_bytes=4096, message=PROBE_SENT),
+    m.ChannelEnded(channel=1, inviter=m.Incarnation("a"), reason="no progress"),
     m.CacheEvents(number=3, stored=[b"a" * 16], evicted=[b"b" * 16]),
     m.SnapshotRequest(),
     m.CacheSnapshot(number=3, hashes=[b"a" * 16]),

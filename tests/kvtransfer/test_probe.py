@@ -140,6 +140,20 @@ def test_when_none_works_the_link_says_why_and_the_probe_starts_again_later_and_
     assert times == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
+def test_a_link_that_broke_is_told_and_probed_anew_after_a_while() -> None:
+    probe = make_probe("shm")
+    assert probe.broken("not linked yet", 0.0) == NOTHING
+    probe.granted(grant(), 0.0)
+    while probe.trial:
+        make_trial(probe, 0.1, 0.0)
+    assert probe.is_linked
+    told = probe.broken("no progress for 5 s", 100.0)
+    assert told.link is not None and told.link is probe.link
+    assert (told.link.to, told.link.transport, told.link.error) == ("d", "", "no progress for 5 s")
+    assert (probe.is_linked, probe.tick(100.9)) == (False, NOTHING)
+    assert probe.tick(101.0).messages == (ProbeRequest(probe_id="p/d/2", card=CARD, num_blocks=3),)
+
+
 def test_no_verdict_within_a_third_of_the_lease_fails_the_transport() -> None:
     probe = make_probe()
     probe.granted(grant(), 0.0)

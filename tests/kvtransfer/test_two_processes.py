@@ -1,9 +1,7 @@
-"""A prefill process pushes numbered KV into the pool of this one, over shared memory, TCP and UCX.
+"""A prefill process pushes numbered KV into the pool of this one, over shared memory, TCP, UCX, and NCCL's stand-in.
 
-This file is also that process:
-
-``test_two_processes.py shm|tcp|ucx ADDRESS once|forever|short``: push each layer group once, then either wait, or go
-on pushing the first one for ever, or do it with too few bytes.
+This file is also that process; its arguments are ``shm|tcp|ucx|LIBRARY ADDRESS once|forever|short``: push each layer
+group once, then either wait, or go on pushing the first one for ever, or do it with too few bytes.
 """
 
 import os
@@ -20,10 +18,11 @@ import pytest
 
 from crossdock.core.kv_layout import KvLayout
 from crossdock.core.mailbox import Mailbox
-from crossdock.core.messages import Cancel, Commit, Incarnation, LeaseId, Peer, Push, TransportCard
+from crossdock.core.messages import Cancel, Commit, Incarnation, LeaseId, Peer, PieceSent, Push, TransportCard
 from crossdock.core.part import Delivery, TransferFailed
 from crossdock.core.request import TransferId
 from crossdock.kvtransfer.lease import Lease
+from crossdock.kvtransfer.nccl import NcclTransport
 from crossdock.kvtransfer.pool_bytes import PoolBytes
 from crossdock.kvtransfer.receiver import Change, Receiver, ReceiverState
 from crossdock.kvtransfer.shm import ShmTransport, allocate_shared
@@ -31,6 +30,9 @@ from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import BlockCopy, NotReachable, Transport
 from crossdock.kvtransfer.ucx import UcxTransport
 
+from .stub_network import stub_network, stub_path
+
+ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 64
 NUM_GROUPS = 3
@@ -130,7 +132,33 @@ class UcxSide:
         self.transport.close()
 
 
-Side = SharedSide | TcpSide | UcxSide
+class NcclSide:
+    """The name is the library's."""
+
+    def __init__(self) -> None:
+        self.name = stub_path()
+        self.pool = PoolBytes(memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes)), NUM_BLOCKS, LAYOUT, NUM_GROUPS)
+        self.transport = nccl_over(self.name, self.pool, DECODE)
+        self.address = self.transport.card.address
+
+    def pushes(self, child: "subprocess.Popen[str]") -> Iterator[Delivery]:
+        """Nothing for so long means that nothing will come."""
+        end = time.monotonic() + 30.0
+        while time.monotonic() < end:
+            delivery = self.transport.inbox.receive()
+            if delivery is not None:
+                yield delivery
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def nccl_over(library: str, pool: PoolBytes, me: Peer) -> NcclTransport:
+    mailbox = Mailbox("127.0.0.1", 0, me.incarnation)
+    return NcclTransport(pool, stub_network(library), mailbox, b"key", 1.0, lambda: None)
+
+
+Side = SharedSide | TcpSide | UcxSide | NcclSide
 
 
 @pytest.fixture
@@ -154,23 +182,31 @@ def ucx_side() -> Iterator[UcxSide]:
     side.close()
 
 
-@pytest.fixture(params=["shared_side", "tcp_side", "ucx_side"])
+@pytest.fixture
+def nccl_side() -> Iterator[NcclSide]:
+    side = NcclSide()
+    yield side
+    side.close()
+
+
+@pytest.fixture(params=["shared_side", "tcp_side", "ucx_side", "nccl_side"])
 def side(request: pytest.FixtureRequest) -> Side:
     made: Side = request.getfixturevalue(request.param)
     return made
 
 
-@pytest.fixture(params=["tcp_side", "ucx_side"])
-def staged_side(request: pytest.FixtureRequest) -> TcpSide | UcxSide:
+@pytest.fixture(params=["tcp_side", "ucx_side", "nccl_side"])
+def staged_side(request: pytest.FixtureRequest) -> TcpSide | UcxSide | NcclSide:
     """Bytes travel beside their headers."""
-    made: TcpSide | UcxSide = request.getfixturevalue(request.param)
+    made: TcpSide | UcxSide | NcclSide = request.getfixturevalue(request.param)
     return made
 
 
 @contextmanager
 def pushing_process(name: str, address: str, how: str) -> Iterator["subprocess.Popen[str]"]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", __file__, name, address, how]
+    program = f"import sys; sys.path.append({str(ROOT)!r}); from {__name__} import push_as_told; push_as_told()"
+    command = [sys.executable, "-P", "-c", program, name, address, how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
         try:
             yield child
@@ -212,7 +248,25 @@ def test_a_sender_killed_in_mid_copy_never_attaches_and_its_blocks_wait_in_quara
     assert (receiver.tick(12.9).change, receiver.tick(13.0).change) == (None, Change.END_QUARANTINE)
 
 
-def test_a_push_with_too_few_bytes_ends_the_transfer(staged_side: TcpSide | UcxSide) -> None:
+def test_a_sender_killed_in_mid_push_is_given_up_in_time_and_the_next_one_is_served(nccl_side: NcclSide) -> None:
+    side, inbox = nccl_side, nccl_side.transport.inbox
+    with pushing_process(side.name, side.address, "forever") as child:
+        receive(side, child, make_receiver(side.pool), 20)
+        child.kill()
+        child.wait()
+    (source,) = inbox._sources.values()
+    number = source.next_number
+    source.announced[number] = PieceSent(channel=1, number=number, num_bytes=8, message=header(0, "nccl"))
+    begun = time.monotonic()
+    while inbox._sources:
+        inbox.receive()
+    assert time.monotonic() - begun < 3.0
+    assert source.channel.failure == "no progress for 1 s"
+    with pushing_process(side.name, side.address, "once") as child:
+        assert receive(side, child, make_receiver(side.pool), NUM_GROUPS) == [None] * NUM_GROUPS
+
+
+def test_a_push_with_too_few_bytes_ends_the_transfer(staged_side: TcpSide | UcxSide | NcclSide) -> None:
     side = staged_side
     receiver = make_receiver(side.pool)
     with pushing_process(side.name, side.address, "short") as child:
@@ -222,7 +276,7 @@ def test_a_push_with_too_few_bytes_ends_the_transfer(staged_side: TcpSide | UcxS
     assert receiver.handle(Delivery(PREFILL, cancel), 1.2).change is Change.END_QUARANTINE
 
 
-def test_pushes_of_a_stale_generation_touch_nothing(staged_side: TcpSide | UcxSide) -> None:
+def test_pushes_of_a_stale_generation_touch_nothing(staged_side: TcpSide | UcxSide | NcclSide) -> None:
     side = staged_side
     receiver = make_receiver(side.pool, generation=3)
     with pushing_process(side.name, side.address, "once") as child:
@@ -278,13 +332,16 @@ def open_transport(name: str, address: str, pool: PoolBytes) -> Transport:
         transport = ShmTransport(pool, allocate_shared(1))
     elif name == "ucx":
         transport = UcxTransport(pool, PREFILL, b"key", receive_seconds=30.0)
-    else:
+    elif name == "tcp":
         transport = TcpTransport(pool, Mailbox("127.0.0.1", 0, PREFILL.incarnation))
+    else:
+        transport = nccl_over(name, pool, PREFILL)
     transport.open(DECODE, TransportCard(name, address), NUM_BLOCKS)
     return transport
 
 
-def push_as_told(name: str, address: str, how: str) -> None:
+def push_as_told() -> None:
+    name, address, how = sys.argv[1:]
     pool = PoolBytes(memoryview(numbered().tobytes()), NUM_BLOCKS, LAYOUT, NUM_GROUPS)
     transport = open_transport(name, address, pool)
     for group in range(NUM_GROUPS):
@@ -298,7 +355,3 @@ def push_as_told(name: str, address: str, how: str) -> None:
         transport.inbox and transport.inbox.receive()
     while not select.select([sys.stdin], [], [], 0.001)[0]:
         transport.inbox and transport.inbox.receive()
-
-
-if __name__ == "__main__":
-    push_as_told(*sys.argv[1:])

@@ -230,7 +230,7 @@ def test_bytes_that_came_in_time_end_with_the_sender_whose_other_bytes_did_not(p
 def test_whoever_waits_for_buffers_that_never_come_back_does_not_wait_for_ever(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crossdock.kvtransfer.ucx.WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("crossdock.kvtransfer.pieces.WAIT_SECONDS", 0.05)
     transport = pair.prefill.transport
     held = [transport._ring.take() for _ in range(NUM_BUFFERS)]
     copying = transport.push(pair.decode.me, header([0]), BlockCopy([0], [0], pair.prefill.pool.all_layers))

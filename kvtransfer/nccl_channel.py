@@ -1,0 +1,226 @@
+"""Bulk from one process to one other through a communicator, on a thread of its own: nobody else ever waits for it.
+
+::
+
+    JOINING ── the peer has joined too ──> OPEN ── buffers in order, several under way ──┐
+       │                                                                                 │
+       └── end(), an error of the communicator, no progress for too long ── FAILED <─────┘
+                                                                              └── the abort has returned: GONE
+
+A buffer belongs to the channel from `Channel.carry` until it is carried or the channel is GONE: what a communicator
+may still read or write is never used for anything else. An abort that fails, or never returns, keeps its buffers.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Protocol
+
+from ..core.part import Payload
+
+BATCH_BYTES = 16 << 20
+"""So much is started together, as starting costs as much as carrying it; what is larger goes alone and is done sooner.
+"""
+CLOSE_SECONDS = 2.0
+_log = logging.getLogger("crossdock.links")
+
+POLL_SECONDS = 100e-6
+"""How late the end of a transfer may be seen; two polls of a device are cheap against it."""
+
+
+class CommunicatorFailed(Exception):
+    """What the library says of a communicator."""
+
+
+class Rank(IntEnum):
+    """A side of a channel. Bulk goes one way: of two channels, one a direction, neither can wait for the other."""
+
+    SENDER = 0
+    RECEIVER = 1
+
+
+class Work(Protocol):
+    """Transfers that were started together."""
+
+    @property
+    def is_done(self) -> bool:
+        """Raises `CommunicatorFailed`."""
+
+
+class Communicator(Protocol):
+    """One side of the way between two processes. One thread calls it, and no call but `abort` takes long."""
+
+    @property
+    def is_busy(self) -> bool:
+        """It still waits for the peer to join, or for the last `start` to be handed to the device.
+
+        Raises `CommunicatorFailed`, also for what happened to work that was started before.
+        """
+
+    def start(self, buffers: Sequence[Payload]) -> Work:
+        """Send these, or receive into them, after all that was started before. Only when it is not busy.
+
+        Both sides must start buffers of the same sizes in the same order, together or one by one. Raises
+        `CommunicatorFailed`.
+        """
+
+    def abort(self) -> None:
+        """End it, whatever is under way; when this returns no buffer is used any more.
+
+        May take long. Raises `CommunicatorFailed`.
+        """
+
+
+class Network(Protocol):
+    """What communicators are made of."""
+
+    @property
+    def name(self) -> str:
+        """With its version."""
+
+    def new_id(self) -> bytes:
+        """What both sides of a new communicator must know; may take long. Raises `CommunicatorFailed`."""
+
+    def join(self, unique_id: bytes, rank: Rank) -> Communicator:
+        """Begin to be this side of it; the peer's death is noticed by nobody but the caller's clock.
+
+        Raises `CommunicatorFailed`.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class Carried:
+    """The first ``num_bytes`` of a buffer on their way; ``is_done`` once they have left, or are here."""
+
+    buffer: Payload
+    num_bytes: int
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class _Batch:
+    items: list[Carried]
+    work: Work
+
+
+_unsafe: list[_Batch] = []
+"""Whose abort has failed: their buffers are kept from all other use."""
+
+
+class Channel:
+    """One side, from its making. Without ``unique_id`` it makes one, to be told to the peer.
+
+    If there is something to do and nothing is done for ``patience_seconds``, the channel fails. ``wake`` is called
+    from another thread whenever something has changed here.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        rank: Rank,
+        patience_seconds: float,
+        wake: Callable[[], None],
+        unique_id: bytes | None = None,
+    ) -> None:
+        self.unique_id = unique_id
+        self.failure: str | None = None
+        """Why nothing is carried any more."""
+        self.is_gone = False
+        self._network = network
+        self._rank = rank
+        self._patience_seconds = patience_seconds
+        self._wake = wake
+        self._asked: SimpleQueue[Carried | None] = SimpleQueue()
+        self._end_reason: str | None = None
+        self._thread = Thread(target=self._run, name="channel", daemon=True)
+        self._thread.start()
+
+    def carry(self, buffer: Payload, num_bytes: int) -> Carried:
+        """Send or fill the beginning of a buffer, after all that were given before."""
+        carried = Carried(buffer, num_bytes)
+        self._asked.put(carried)
+        return carried
+
+    def end(self, reason: str) -> None:
+        """Carry nothing more; does not wait for that. The first reason counts."""
+        self._end_reason = self._end_reason or reason
+        self._asked.put(None)
+
+    def wait_until_gone(self) -> None:
+        """For a while: the process may end all the same."""
+        self._thread.join(CLOSE_SECONDS)
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        batches: deque[_Batch] = deque()  # holds their buffers until the abort has returned
+        communicator: Communicator | None = None
+        reason = "its thread has crashed"
+        try:
+            if self.unique_id is None:
+                self.unique_id = self._network.new_id()
+                self._wake()
+            communicator = self._network.join(self.unique_id, self._rank)
+            reason = self._serve(communicator, batches)
+        except CommunicatorFailed as error:
+            reason = str(error)
+        finally:
+            self.failure = reason
+            self._wake()
+            if communicator is not None:
+                self._abort(communicator, batches)
+            self.is_gone = True
+            self._wake()
+
+    def _abort(self, communicator: Communicator, batches: deque[_Batch]) -> None:
+        try:
+            communicator.abort()
+        except CommunicatorFailed as error:
+            _unsafe.extend(batches)
+            _log.warning("%s: a communicator could not be aborted: %s", self._network.name, error)
+
+    def _serve(self, communicator: Communicator, batches: deque[_Batch]) -> str:
+        """Until it is asked to end, and why. Raises `CommunicatorFailed`."""
+        waiting: deque[Carried] = deque()
+        last_progress = time.monotonic()
+        while self._end_reason is None:
+            is_busy = communicator.is_busy
+            if waiting and not is_busy:
+                items = _take_batch(waiting)
+                batches.append(_Batch(items, communicator.start([item.buffer[: item.num_bytes] for item in items])))
+            elif batches and batches[0].work.is_done:
+                for item in batches.popleft().items:
+                    item.is_done = True
+                last_progress = time.monotonic()
+                self._wake()
+            else:
+                is_idle = not (waiting or batches or is_busy)
+                if not is_idle and time.monotonic() - last_progress > self._patience_seconds:
+                    raise CommunicatorFailed(f"no progress for {self._patience_seconds:g} s")
+                waiting += self._hear(None if is_idle else POLL_SECONDS)
+                if is_idle:
+                    last_progress = time.monotonic()
+        return self._end_reason
+
+    def _hear(self, seconds: float | None) -> list[Carried]:
+        """All that has been asked for, after waiting for the first of it."""
+        taken: list[Carried] = []
+        try:
+            while (item := self._asked.get(timeout=0.0 if taken else seconds)) is not None:
+                taken.append(item)
+        except Empty:
+            pass
+        return taken
+
+
+def _take_batch(waiting: deque[Carried]) -> list[Carried]:
+    """The first of them, and those behind it that fit."""
+    items = [waiting.popleft()]
+    while waiting and sum(item.num_bytes for item in items) + waiting[0].num_bytes <= BATCH_BYTES:
+        items.append(waiting.popleft())
+    return items
