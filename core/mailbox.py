@@ -17,20 +17,9 @@ from dataclasses import dataclass
 
 import zmq
 
-from .messages import (
-    PROTOCOL_VERSION,
-    Envelope,
-    Incarnation,
-    MalformedMessage,
-    Message,
-    OtherProtocol,
-    Peer,
-    Refused,
-    decode,
-    decode_envelope,
-    encode,
-)
+from .messages import PROTOCOL_VERSION, Envelope, Incarnation, MalformedMessage, Message, OtherProtocol, Peer, Refused
 from .part import Delivery
+from .wire_format import decode, decode_envelope, encode
 
 HIGH_WATER_MARK = 10_000
 MAX_FRAME_BYTES = 1 << 30

@@ -1,12 +1,11 @@
 """Every message that crosses a process border: typed, versioned, validated on arrival.
 
-The wire format is msgpack, each message a map with its ``type``. `decode` rejects what is unknown or
-malformed with `MalformedMessage`; receivers count it and go on. Delivery may be late, repeated or
-missing, so every handler is idempotent. Durations travel, never clock readings.
+How they are written is in `wire_format`, which rejects what is unknown or malformed; receivers count it and go on.
+Delivery may be late, repeated or missing, so every handler is idempotent. Durations travel, never clock readings.
 """
 
 from enum import StrEnum
-from typing import Any, NewType
+from typing import NewType
 
 import msgspec
 
@@ -472,42 +471,3 @@ class CacheSnapshot(Message, frozen=True, tag="cache_snapshot"):
 
     number: int
     hashes: list[bytes]
-
-
-AnyMessage = (
-    Hello | Heartbeat | WhoAreYou | Peers | Link | Refused
-    | PrefillTask | Tokens | PromptLogprobs | RequestFailed | Abort
-    | Offer | Reservation | Push | Renew | Commit | Attached | Rejected | Cancel | Revoke
-    | ProbeRequest | ProbeGrant | ProbeSent | ProbeVerdict | ProbeDone
-    | ChannelInvite | PieceSent | ChannelEnded
-    | CacheEvents | SnapshotRequest | CacheSnapshot
-)  # fmt: skip
-
-_encoder = msgspec.msgpack.Encoder()
-_message_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
-_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-def encode(message: Message | Envelope) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(payload: bytes) -> Message:
-    """Raises `MalformedMessage` for anything but one well-formed message."""
-    try:
-        message = _message_decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise MalformedMessage(str(error)) from None
-    assert isinstance(message, Message)
-    return message
-
-
-def decode_envelope(payload: bytes) -> Envelope:
-    """Raises `MalformedMessage`, and `OtherProtocol` for an envelope of another version."""
-    try:
-        envelope = _envelope_decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise MalformedMessage(str(error)) from None
-    if envelope.protocol != PROTOCOL_VERSION:
-        raise OtherProtocol(envelope)
-    return envelope

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from ..core.messages import Peer, ProbeSent, Push, TransportCard, encode
+from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import Payload, TransferFailed
+from ..core.wire_format import encode
 from .pieces import PackingPieces, StagedAddress, split_push
 from .pool_bytes import PoolMemory
 from .staging_ring import StagingRing

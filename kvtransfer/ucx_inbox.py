@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.messages import MalformedMessage, Message, Peer, ProbeSent, Push, decode
+from ..core.messages import MalformedMessage, Message, Peer, ProbeSent, Push
 from ..core.part import Delivery, Payload
+from ..core.wire_format import decode
 from .pool_bytes import PoolMemory
 from .staging_ring import StagingRing
 from .ucx_port import Endpoint, Pending, Port, UcxFailed

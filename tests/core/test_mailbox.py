@@ -13,9 +13,10 @@ import zmq
 
 from crossdock.core import mailbox as mailbox_module
 from crossdock.core.mailbox import HIGH_WATER_MARK, AsyncMailbox, Mailbox
-from crossdock.core.messages import Abort, Envelope, Incarnation, Message, Peer, Refused, decode, encode
+from crossdock.core.messages import Abort, Envelope, Incarnation, Message, Peer, Refused
 from crossdock.core.part import Delivery
 from crossdock.core.request import RequestId
+from crossdock.core.wire_format import decode, encode
 
 HOST = "127.0.0.1"
 NOBODY = Peer("tcp://127.0.0.1:9", Incarnation("nobody"))

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from crossdock.core import messages as m
 from crossdock.core.kv_layout import KvLayout
-from crossdock.core.messages import MalformedMessage, Message, OtherProtocol, Peer, decode, decode_envelope, encode
+from crossdock.core.messages import MalformedMessage, Message, OtherProtocol, Peer
 from crossdock.core.request import Fork, Request, RequestId, SamplingParams, TokenLogprobs, TransferId, pack_ids
 from crossdock.core.sequence import FinishReason
+from crossdock.core.wire_format import AnyMessage, decode, decode_envelope, encode
 
 PEER = Peer("tcp://127.0.0.1:1234", m.Incarnation("life"))
 REQUEST_ID, TRANSFER_ID, LEASE_ID = RequestId("r1"), TransferId("t1"), m.LeaseId(7)
@@ -96,11 +97,11 @@ def test_a_message_comes_out_as_it_went_in(sample: Message) -> None:
 
 
 def test_every_message_is_tried_here() -> None:
-    assert {type(sample) for sample in SAMPLES} == types_of(m.AnyMessage)
+    assert {type(sample) for sample in SAMPLES} == types_of(AnyMessage)
 
 
 def test_every_subclass_of_message_can_be_received() -> None:
-    assert set(Message.__subclasses__()) == types_of(m.AnyMessage)
+    assert set(Message.__subclasses__()) == types_of(AnyMessage)
 
 
 def test_the_wire_form_is_a_map_that_names_its_type() -> None:

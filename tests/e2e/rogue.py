@@ -24,9 +24,9 @@ from crossdock.core.messages import (
     Reservation,
     Role,
     WorkerCard,
-    encode,
 )
 from crossdock.core.request import Request, RequestId, SamplingParams, TransferId, pack_ids
+from crossdock.core.wire_format import encode
 from crossdock.deploy.model_source import resolve
 
 M = TypeVar("M", bound=Message)

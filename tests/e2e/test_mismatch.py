@@ -14,7 +14,8 @@ import zmq
 from safetensors.torch import load_file, save_file
 
 from crossdock.core.mailbox import Mailbox
-from crossdock.core.messages import PROTOCOL_VERSION, Envelope, Incarnation, Refused, decode, encode
+from crossdock.core.messages import PROTOCOL_VERSION, Envelope, Incarnation, Refused
+from crossdock.core.wire_format import decode, encode
 from crossdock.deploy.launch import crossdock_command
 from crossdock.deploy.model_source import resolve
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from crossdock.core.kv_layout import KvLayout
-from crossdock.core.messages import Abort, Incarnation, LeaseId, Message, Peer, Push, TransportCard, encode
+from crossdock.core.messages import Abort, Incarnation, LeaseId, Message, Peer, Push, TransportCard
 from crossdock.core.part import Delivery, TransferFailed
 from crossdock.core.request import RequestId, TransferId
+from crossdock.core.wire_format import encode
 from crossdock.kvtransfer.pool_bytes import PoolBytes
 from crossdock.kvtransfer.transport import BlockCopy, NotReachable
 from crossdock.kvtransfer.ucx import UcxTransport

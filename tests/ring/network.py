@@ -9,8 +9,9 @@ from collections import deque
 from dataclasses import dataclass
 from random import Random
 
-from crossdock.core.messages import Incarnation, Message, Peer, decode, encode
+from crossdock.core.messages import Incarnation, Message, Peer
 from crossdock.core.part import Delivery
+from crossdock.core.wire_format import decode, encode
 
 BULK = "/bulk"
 
