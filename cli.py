@@ -17,39 +17,23 @@ import typer
 from .benchmarks.bench import bench
 from .cli_access import keys, usage
 from .cli_flags import (
-    ENGINE,
     ROUTER,
-    TRANSFER,
-    TRANSPORTS,
     AccessLog,
-    BlockSize,
-    ChunkTokens,
-    Device,
-    Dtype,
-    GpuMemoryUtilization,
     Host,
-    KvMemory,
-    LayerGroups,
-    LoadFormat,
-    MaxModelLen,
-    MaxNumSeqs,
     Model,
-    NumBlocks,
     PoolingFlag,
     Port,
-    PrefixCache,
     ServedName,
-    Threads,
-    TransferChecksums,
-    Transports,
     chat,
     check_tcp_address,
     checked,
     door,
-    parse_bytes,
+    engine,
     responses,
     traces,
+    transfer,
     with_flags_of,
+    worker_flags,
 )
 from .cli_settings import settings
 from .core.config import (
@@ -82,6 +66,8 @@ app = typer.Typer(
 
 
 @app.command()
+@with_flags_of(engine, into="engine")
+@with_flags_of(transfer, into="transfer")
 @with_flags_of(traces, into="traces")
 @with_flags_of(chat, into="chat")
 @with_flags_of(responses, into="responses")
@@ -89,6 +75,8 @@ app = typer.Typer(
 def serve(
     model: Model,
     *,
+    engine: EngineConfig,
+    transfer: TransferConfig,
     traces: TraceConfig,
     chat: ChatConfig,
     responses: ResponsesConfig,
@@ -100,21 +88,6 @@ def serve(
     port: Port = ROUTER.port,
     served_model_name: ServedName = None,
     pooling: PoolingFlag = "auto",
-    device: Device = ENGINE.device,
-    dtype: Dtype = ENGINE.dtype,
-    load_format: LoadFormat = ENGINE.load_format,
-    block_size: BlockSize = ENGINE.block_size,
-    kv_memory: KvMemory = None,
-    num_blocks: NumBlocks = None,
-    gpu_memory_utilization: GpuMemoryUtilization = ENGINE.gpu_memory_utilization,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
-    chunk_tokens: ChunkTokens = ENGINE.chunk_tokens,
-    layer_groups: LayerGroups = ENGINE.num_layer_groups,
-    prefix_cache: PrefixCache = ENGINE.prefix_cache,
-    transports: Transports = TRANSPORTS,
-    transfer_checksums: TransferChecksums = TRANSFER.checksums,
-    threads: Threads = None,
     access_log: AccessLog = None,
 ) -> None:
     """Serve MODEL on this host: a router with an OpenAI-compatible API, and its workers.
@@ -123,27 +96,9 @@ def serve(
     `crossdock serve demo --mixed 1`.
     """
     roles = _roles(prefill, decode, mixed)
-    flags = [
-        f"--device={device}",
-        f"--dtype={dtype}",
-        f"--load-format={load_format}",
-        f"--block-size={block_size}",
-        f"--gpu-memory-utilization={gpu_memory_utilization}",
-        f"--max-num-seqs={max_num_seqs}",
-        f"--chunk-tokens={chunk_tokens}",
-        f"--layer-groups={layer_groups}",
-        f"--{'' if prefix_cache else 'no-'}prefix-cache",
-        f"--transports={transports}",
-        f"--{'' if transfer_checksums else 'no-'}transfer-checksums",
-        f"--threads={threads or max(1, _num_cores() // len(roles))}",
-        f"--parent-pid={os.getpid()}",
-        f"--num-on-host={len(roles)}",
-    ]
-    flags += [f"--kv-memory={kv_memory}"] if kv_memory else []
-    flags += [f"--num-blocks={num_blocks}"] if num_blocks else []
-    flags += [f"--max-model-len={max_model_len}"] if max_model_len else []
-    flags += [f"--otlp-endpoint={traces.otlp_endpoint}"] if traces.otlp_endpoint else []
-    flags += [f"--trace-file={traces.file}"] if traces.file else []
+    threads = engine.num_threads or max(1, _num_cores() // len(roles))
+    flags = worker_flags(replace(engine, num_threads=threads), transfer, traces)
+    flags += [f"--parent-pid={os.getpid()}", f"--num-on-host={len(roles)}"]
     config = RouterConfig(
         model,
         host=host,
@@ -200,31 +155,20 @@ def router(
 
 
 @app.command()
+@with_flags_of(engine, into="engine")
+@with_flags_of(transfer, into="transfer")
 @with_flags_of(traces, into="traces")
 def worker(
     model: Model,
     *,
+    engine: EngineConfig,
+    transfer: TransferConfig,
     traces: TraceConfig,
     router: Annotated[
         str, typer.Option(help="Control address of the router, tcp://host:port.", callback=checked(check_tcp_address))
     ],
     role: Annotated[Role, typer.Option(help="Which work the router may send here.")] = Role.MIXED,
     host: Annotated[str, typer.Option(help="Address of this host that routers and peers can reach.")] = "127.0.0.1",
-    device: Device = ENGINE.device,
-    dtype: Dtype = ENGINE.dtype,
-    load_format: LoadFormat = ENGINE.load_format,
-    block_size: BlockSize = ENGINE.block_size,
-    kv_memory: KvMemory = None,
-    num_blocks: NumBlocks = None,
-    gpu_memory_utilization: GpuMemoryUtilization = ENGINE.gpu_memory_utilization,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
-    chunk_tokens: ChunkTokens = ENGINE.chunk_tokens,
-    layer_groups: LayerGroups = ENGINE.num_layer_groups,
-    prefix_cache: PrefixCache = ENGINE.prefix_cache,
-    transports: Transports = TRANSPORTS,
-    transfer_checksums: TransferChecksums = TRANSFER.checksums,
-    threads: Threads = None,
     number: Annotated[int, typer.Option(help="Of the workers that share this host's GPUs.", min=0)] = 0,
     num_on_host: Annotated[int, typer.Option(help="How many workers share this host's GPUs.", min=1)] = 1,
     parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -233,22 +177,6 @@ def worker(
     _start_logging(f"{role.value}-{os.getpid()}")
     if parent_pid is not None:
         end_with_parent(parent_pid)
-    engine = EngineConfig(
-        device=device,
-        dtype=dtype,
-        load_format=load_format,
-        block_size=block_size,
-        kv_bytes=parse_bytes(kv_memory) if kv_memory else None,
-        num_blocks=num_blocks,
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        chunk_tokens=chunk_tokens,
-        num_layer_groups=layer_groups,
-        prefix_cache=prefix_cache,
-        num_threads=threads,
-    )
-    transfer = TransferConfig(transports=tuple(transports.split(",")), checksums=transfer_checksums)
     config = WorkerConfig(
         model,
         router,

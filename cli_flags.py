@@ -106,48 +106,105 @@ PoolingFlag = Annotated[
     Literal["auto", "last", "mean"],
     typer.Option("--pooling", help="How /v1/embeddings makes a vector of a prompt; auto: as the model's files say."),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto (a GPU if there is one).")]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="float32, bfloat16 or auto (the model's on a GPU, float32 on a CPU).", callback=checked(check_dtype)
-    ),
-]
-LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights from config.json alone, for benchmarks.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)]
-KvMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory of each worker's KV pool, like 256MiB or 2G; 256MiB on a CPU, what is left on a GPU.",
-        callback=checked(parse_bytes),
-    ),
-]
-NumBlocks = Annotated[int | None, typer.Option(help="KV blocks of each pool, instead of --kv-memory.", min=2)]
-GpuMemoryUtilization = Annotated[
-    float, typer.Option(help="Share of a GPU's memory that weights, graphs and pool may take.", min=0.05, max=1.0)
-]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.", min=2)]
-MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in one step.", min=1)]
-ChunkTokens = Annotated[int, typer.Option(help="Token budget of one step.", min=16)]
-LayerGroups = Annotated[int, typer.Option(help="In how many pushes a prompt's KV travels.", min=1)]
-PrefixCache = Annotated[bool, typer.Option(help="Reuse the KV of prompts that start alike.")]
-Transports = Annotated[
-    str,
-    typer.Option(
-        help=f"Allowed KV transports, comma-separated, of {', '.join(ALL_TRANSPORTS)}; the fastest that works is used.",
-        callback=checked(check_transports),
-    ),
-]
-TransferChecksums = Annotated[
-    bool, typer.Option(help="Compare all KV that arrives with what was sent, before anything reads it.")
-]
-Threads = Annotated[
-    int | None, typer.Option(help="Compute threads of each worker; the cores are divided when unset.", min=1)
-]
-
 AccessLog = Annotated[
     str | None, typer.Option(help="File for a JSON line a request, without prompts and keys; - is the standard output.")
 ]
+
+
+def engine(
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto (a GPU if there is one).")] = ENGINE.device,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16 or auto (the model's on a GPU, float32 on a CPU).", callback=checked(check_dtype)
+        ),
+    ] = ENGINE.dtype,
+    load_format: Annotated[
+        str, typer.Option(help="auto, or dummy: random weights from config.json alone, for benchmarks.")
+    ] = ENGINE.load_format,
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)] = ENGINE.block_size,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of each worker's KV pool, like 256MiB or 2G; 256MiB on a CPU, what is left on a GPU.",
+            callback=checked(parse_bytes),
+        ),
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks of each pool, instead of --kv-memory.", min=2)
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a GPU's memory that weights, graphs and pool may take.", min=0.05, max=1.0)
+    ] = ENGINE.gpu_memory_utilization,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.", min=2)] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step.", min=1)] = ENGINE.max_num_seqs,
+    chunk_tokens: Annotated[int, typer.Option(help="Token budget of one step.", min=16)] = ENGINE.chunk_tokens,
+    layer_groups: Annotated[
+        int, typer.Option(help="In how many pushes a prompt's KV travels.", min=1)
+    ] = ENGINE.num_layer_groups,
+    prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV of prompts that start alike.")] = ENGINE.prefix_cache,
+    threads: Annotated[
+        int | None, typer.Option(help="Compute threads of each worker; the cores are divided when unset.", min=1)
+    ] = None,
+) -> EngineConfig:
+    """How a worker computes."""
+    return EngineConfig(
+        device=device,
+        dtype=dtype,
+        load_format=load_format,
+        block_size=block_size,
+        kv_bytes=parse_bytes(kv_memory) if kv_memory else None,
+        num_blocks=num_blocks,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        chunk_tokens=chunk_tokens,
+        num_layer_groups=layer_groups,
+        prefix_cache=prefix_cache,
+        num_threads=threads,
+    )
+
+
+def transfer(
+    transports: Annotated[
+        str,
+        typer.Option(
+            help=f"Allowed KV transports, comma-separated, of {', '.join(ALL_TRANSPORTS)}; the fastest that works is used.",
+            callback=checked(check_transports),
+        ),
+    ] = TRANSPORTS,
+    transfer_checksums: Annotated[
+        bool, typer.Option(help="Compare all KV that arrives with what was sent, before anything reads it.")
+    ] = TRANSFER.checksums,
+) -> TransferConfig:
+    """How KV travels between workers."""
+    return TransferConfig(transports=tuple(transports.split(",")), checksums=transfer_checksums)
+
+
+def worker_flags(engine: EngineConfig, transfer: TransferConfig, traces: TraceConfig) -> list[str]:
+    """The flags from which another process makes the same three."""
+    values = {
+        "device": engine.device,
+        "dtype": engine.dtype,
+        "load-format": engine.load_format,
+        "block-size": engine.block_size,
+        "kv-memory": engine.kv_bytes,
+        "num-blocks": engine.num_blocks,
+        "gpu-memory-utilization": engine.gpu_memory_utilization,
+        "max-model-len": engine.max_model_len,
+        "max-num-seqs": engine.max_num_seqs,
+        "chunk-tokens": engine.chunk_tokens,
+        "layer-groups": engine.num_layer_groups,
+        "threads": engine.num_threads,
+        "transports": ",".join(transfer.transports),
+        "otlp-endpoint": traces.otlp_endpoint,
+        "trace-file": traces.file,
+    }
+    switches = {"prefix-cache": engine.prefix_cache, "transfer-checksums": transfer.checksums}
+    return [
+        *(f"--{name}={value}" for name, value in values.items() if value is not None),
+        *(f"--{'' if is_on else 'no-'}{name}" for name, is_on in switches.items()),
+    ]
 
 
 def traces(

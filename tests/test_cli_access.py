@@ -10,8 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from crossdock.cli import app
-from crossdock.cli_flags import door, with_flags_of
-from crossdock.core.config import DoorConfig
+from crossdock.cli_flags import door, engine, traces, transfer, with_flags_of, worker_flags
+from crossdock.core.config import DoorConfig, EngineConfig, TraceConfig, TransferConfig
 from crossdock.router.access.key_file import read_keys
 from crossdock.router.access.keys import KeyRing
 from crossdock.router.access.usage import UsageLog
@@ -96,6 +96,31 @@ def test_the_flags_of_a_group_stand_in_for_one_parameter_and_may_come_from_the_e
             api_keys=Path("k.jsonl"), api_key="letmein", cors_origins=("https://a.example", "*"), max_body_bytes=1024
         )
     ]
+
+
+def test_what_workers_are_told_is_what_the_server_was_told() -> None:
+    told = (
+        EngineConfig(
+            "cpu", "bfloat16", "dummy", block_size=32, kv_bytes=1 << 30, num_blocks=9, gpu_memory_utilization=0.5,
+            max_model_len=77, max_num_seqs=3, chunk_tokens=99, num_layer_groups=5, prefix_cache=False, num_threads=7,
+        ),
+        TransferConfig(("tcp", "shm"), checksums=True),
+        TraceConfig("http://localhost:4318/v1/traces", "spans.jsonl"),
+    )  # fmt: skip
+    seen = []
+    small = typer.Typer()
+
+    @small.command()
+    @with_flags_of(engine, into="engine")
+    @with_flags_of(transfer, into="transfer")
+    @with_flags_of(traces, into="traces")
+    def worker(*, engine: EngineConfig, transfer: TransferConfig, traces: TraceConfig) -> None:
+        seen.append((engine, transfer, traces))
+
+    for configs in (told, (EngineConfig(), TransferConfig(), TraceConfig())):
+        result = CliRunner().invoke(small, worker_flags(*configs))
+        assert result.exit_code == 0, result.output
+        assert seen.pop() == configs
 
 
 def test_flags_may_come_from_a_file_and_give_way_to_the_others(tmp_path: Path) -> None:
