@@ -138,7 +138,9 @@ def engine(
     ] = ENGINE.gpu_memory_utilization,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.", min=2)] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step.", min=1)] = ENGINE.max_num_seqs,
-    chunk_tokens: Annotated[int, typer.Option(help="Token budget of one step.", min=16)] = ENGINE.chunk_tokens,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Token budget of one step; 512 on a CPU, 8192 on a GPU when unset.", min=16)
+    ] = None,
     layer_groups: Annotated[
         int, typer.Option(help="In how many pushes a prompt's KV travels.", min=1)
     ] = ENGINE.num_layer_groups,

@@ -123,11 +123,12 @@ class LLM:
         self._executor = loaded.executor
         self._may_run = loaded.grammars.may_run_at_once
         self._tables = loaded.tables
+        self._chunk_tokens = loaded.chunk_tokens
         self._compose()
 
     def _compose(self) -> None:
         """The parts and the loop around the executor, as a worker has them."""
-        card, tables, config = self._card, self._tables, self._config
+        card, tables = self._card, self._tables
         self._collector = _Collector()
         outbox, may_run = self._collector, self._may_run
         decode = DecodePart(card, tables, outbox, (), _nothing_lands, NEVER_SECONDS, may_run)
@@ -135,7 +136,7 @@ class LLM:
             HERE, card, tables, outbox, decode.adopt, lambda: decode.num_held_back, NEVER_SECONDS, may_run
         )
         self._parts: tuple[Part, Part] = (decode, prefill)
-        self._engine = Engine(self._executor, tables, self._parts, config.chunk_tokens, config.max_num_seqs)
+        self._engine = Engine(self._executor, tables, self._parts, self._chunk_tokens, self._config.max_num_seqs)
 
     def _begin_anew(self) -> None:
         """Forget all requests and blocks. A step still on the device is no danger: later ones run after it."""

@@ -159,9 +159,7 @@ class Worker:
         self._links = Links(me, self._card, transports, model.tables.pool, memory, self._mailbox.send, lease_seconds)
         self._outbox.links = self._links
         self._parts = self._decode, self._prefill = self._make_parts(memory)
-        self._engine = Engine(
-            model.executor, model.tables, self._parts, config.engine.chunk_tokens, config.engine.max_num_seqs
-        )
+        self._engine = Engine(model.executor, model.tables, self._parts, model.chunk_tokens, config.engine.max_num_seqs)
         self._poller = zmq.Poller()
         for source in (self._mailbox.poll_socket, self._wake, *(inbox.poll_socket for inbox in self._links.inboxes)):
             self._poller.register(source, zmq.POLLIN)

@@ -13,7 +13,7 @@ from crossdock.benchmarks.offline_engine import Answer, OfflineEngine
 from crossdock.core.block_hash import BlockHasher, model_root
 from crossdock.core.block_pool import BlockPool
 from crossdock.core.block_tables import BlockTables
-from crossdock.core.config import EngineConfig
+from crossdock.core.config import CHUNK_TOKENS, EngineConfig
 from crossdock.core.prefix_cache import PrefixCache
 from crossdock.core.request import SamplingParams
 from crossdock.model.cpu_executor import CpuExecutor
@@ -156,5 +156,6 @@ def engine_of(plan: EnginePlan, build: Build) -> OfflineEngine:
     tables = BlockTables(pool, PrefixCache(pool, plan.config.prefix_cache), hasher, block_size)
     grammars = Grammars(no_vocabulary, plan.spec.vocab_size)
     built, longest = build(plan, num_blocks), plan.longest_request(num_blocks)
-    model = LoadedModel(plan.spec, plan.layout, tables, built.executor, built.kv, longest, grammars)
+    chunk_tokens = plan.config.chunk_tokens or CHUNK_TOKENS["cuda"]
+    model = LoadedModel(plan.spec, plan.layout, tables, built.executor, built.kv, longest, chunk_tokens, grammars)
     return OfflineEngine(model, plan.config)

@@ -107,7 +107,7 @@ class OfflineEngine:
             HERE, card, tables, outbox, decode.adopt, lambda: decode.num_held_back, NEVER_SECONDS, may_run
         )
         self._parts = (decode, prefill)
-        self._engine = Engine(model.executor, tables, self._parts, config.chunk_tokens, config.max_num_seqs)
+        self._engine = Engine(model.executor, tables, self._parts, model.chunk_tokens, config.max_num_seqs)
         self._num_requests = 0
         self.times = StepTimes()
 

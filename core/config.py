@@ -11,6 +11,10 @@ TRANSPORTS = ("shm", "cuda_ipc", "ucx", "nccl", "tcp")
 DUMMY = "dummy"
 
 
+CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
+"""By kind of device: enough work to fill it."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One engine: its pool, its step and its limits."""
@@ -32,8 +36,8 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest prompt plus output; the model's own limit, capped by what the pool holds, when unset."""
     max_num_seqs: int = 256
-    chunk_tokens: int = 512
-    """Token budget of one step, decode tokens and prompt chunks together."""
+    chunk_tokens: int | None = None
+    """Token budget of one step, decode tokens and prompt chunks together; that of `CHUNK_TOKENS` when unset."""
     num_layer_groups: int = 4
     """In how many pushes a prompt's KV travels."""
     prefix_cache: bool = True

@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from ..core.config import CHUNK_TOKENS
 from .cuda_attention import CudaAttention, DeviceBatch, DevicePrompts, RotationTable
 from .cuda_executor import CudaExecutor
 from .cuda_layers import CudaLayers
@@ -126,7 +127,7 @@ def _largest_step(plan: EnginePlan, transformer: Transformer[DeviceBatch], strea
     device = stream.device
     with torch.inference_mode(), stream.launching():
         kv = KvTensors(plan.layout, 1, device=device)
-        batch = empty_prompt(plan, plan.config.chunk_tokens, device)
+        batch = empty_prompt(plan, plan.config.chunk_tokens or CHUNK_TOKENS["cuda"], device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         transformer.head(transformer.forward(batch, kv))

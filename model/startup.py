@@ -10,7 +10,7 @@ import torch
 from ..core.block_hash import BlockHasher, ModelFingerprint, model_root
 from ..core.block_pool import BlockPool
 from ..core.block_tables import BlockTables
-from ..core.config import CPU_KV_BYTES, DUMMY, EngineConfig
+from ..core.config import CHUNK_TOKENS, CPU_KV_BYTES, DUMMY, EngineConfig
 from ..core.grammar import Vocabulary
 from ..core.kv_layout import KvLayout
 from ..core.prefix_cache import PrefixCache
@@ -39,6 +39,7 @@ class LoadedModel:
     executor: Executor
     kv: KvTensors
     max_model_len: int
+    chunk_tokens: int
     grammars: Grammars
 
 
@@ -81,7 +82,8 @@ def load_model(
     gc.collect()
     gc.freeze()  # what is loaded stays; a full collection that looks at it takes as long as a step
     longest = plan.longest_request(built.num_blocks)
-    return LoadedModel(spec, plan.layout, tables, built.executor, built.kv, longest, grammars)
+    chunk_tokens = config.chunk_tokens or CHUNK_TOKENS[device.type]
+    return LoadedModel(spec, plan.layout, tables, built.executor, built.kv, longest, chunk_tokens, grammars)
 
 
 def is_dummy(config: EngineConfig) -> bool:

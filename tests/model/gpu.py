@@ -15,6 +15,7 @@ from crossdock.benchmarks.offline_engine import OfflineEngine  # noqa: E402
 from crossdock.core.block_hash import BlockHasher, model_root  # noqa: E402
 from crossdock.core.block_pool import BlockPool  # noqa: E402
 from crossdock.core.block_tables import BlockTables  # noqa: E402
+from crossdock.core.config import CHUNK_TOKENS  # noqa: E402
 from crossdock.core.prefix_cache import PrefixCache  # noqa: E402
 from crossdock.model.cpu_executor import CpuExecutor  # noqa: E402
 from crossdock.model.cuda_startup import build_executor, build_network  # noqa: E402
@@ -77,5 +78,6 @@ def engine_of(plan: EnginePlan, make: Callable[[EnginePlan, int], BuiltEngine]) 
     tables = BlockTables(pool, PrefixCache(pool, plan.config.prefix_cache), hasher, block_size)
     grammars = plan.grammars or Grammars(no_vocabulary, plan.spec.vocab_size)
     built, longest = make(plan, num_blocks), plan.longest_request(num_blocks)
-    model = LoadedModel(plan.spec, plan.layout, tables, built.executor, built.kv, longest, grammars)
+    chunk_tokens = plan.config.chunk_tokens or CHUNK_TOKENS["cpu"]
+    model = LoadedModel(plan.spec, plan.layout, tables, built.executor, built.kv, longest, chunk_tokens, grammars)
     return OfflineEngine(model, plan.config)
