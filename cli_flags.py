@@ -171,7 +171,8 @@ def transfer(
     transports: Annotated[
         str,
         typer.Option(
-            help=f"Allowed KV transports, comma-separated, of {', '.join(ALL_TRANSPORTS)}; the fastest that works is used.",
+            help=f"Allowed KV transports, comma-separated, of {', '.join(ALL_TRANSPORTS)}; the fastest that works "
+            "is used.",
             callback=checked(check_transports),
         ),
     ] = TRANSPORTS,
