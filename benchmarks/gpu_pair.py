@@ -34,6 +34,9 @@ STAGING = "4,32,64,128,256"
 ASKED_TOKENS = 8192
 MIN_EXPOSED_TOKENS = 2048
 SHOWN_CHARACTERS = 2500
+PATHS = [str(ROOT / ".typing"), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "PYTHONUNBUFFERED": "1"}
+"""Children import this very copy, and show what they print at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class Running:
         now = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
-                section.command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=_environment()
+                section.command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=ENVIRONMENT
             )
         return cls(section, process, log, now + seconds, now)
 
@@ -112,12 +115,6 @@ class Running:
             outcome = "ended: out of time"
         _kill_session(self.process)
         return f"{outcome}, {time.monotonic() - self.begun:.0f} s"
-
-
-def _environment() -> dict[str, str]:
-    """Children import this very copy, and show what they print at once."""
-    paths = [str(ROOT / ".typing"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 def _kill_session(process: "subprocess.Popen[bytes]") -> None:
