@@ -1,7 +1,6 @@
 """The router as workers see it, in token ids and without HTTP: real worker processes under a clock of this process."""
 
 import os
-import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+
+import numpy as np
 
 from crossdock.core.mailbox import Mailbox
 from crossdock.core.messages import (
@@ -26,7 +27,7 @@ from crossdock.core.messages import (
     Tokens,
     WorkerCard,
 )
-from crossdock.core.request import Request, RequestId, SamplingParams, TransferId, pack_ids
+from crossdock.core.request import Request, RequestId, SamplingParams, TransferId
 from crossdock.deploy.launch import crossdock_command
 
 READY_SECONDS = 180.0
@@ -96,11 +97,14 @@ class PlayedRouter:
         if errors := [link.error for link in self.links if link.error]:
             raise self._failed("; ".join(errors))
 
-    def submit(self, prompt: Sequence[int], max_tokens: int, prefill: Peer, decode: Peer) -> Watched:
-        """A greedy request whose tokens ``decode`` makes from the second on; a single one needs no transfer."""
+    def submit(self, prompt: bytes, max_tokens: int, prefill: Peer, decode: Peer) -> Watched:
+        """A greedy request whose tokens ``decode`` makes from the second on; a single one needs no transfer.
+
+        ``prompt`` are ids as `pack_ids` makes them.
+        """
         request_id = RequestId(f"r{next(self._numbers)}")
         params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
-        request = Request(request_id=request_id, prompt=pack_ids(list(prompt)), params=params)
+        request = Request(request_id=request_id, prompt=prompt, params=params)
         watched = self._requests[request_id] = Watched(time.perf_counter())
         self._mailbox.send(prefill, PrefillTask(request=request, transfer_id=TransferId(request_id), decode=decode))
         return watched
@@ -183,5 +187,6 @@ def fleet(model: Path, roles: Sequence[Role], flags: Sequence[str], logs: Path) 
         router.close()
 
 
-def random_prompt(draw: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
-    return draw.choices(range(vocab_size), k=num_tokens)
+def random_prompt(draw: np.random.Generator, num_tokens: int, vocab_size: int) -> bytes:
+    """Token ids as they travel, made so fast that no token that comes meanwhile is noticed late."""
+    return draw.integers(vocab_size, size=num_tokens, dtype="<u4").tobytes()

@@ -21,13 +21,14 @@ Times are seen by the router, in its own clock, where nothing else is said:
   nothing but the arrivals differs.
 """
 
-import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+
+import numpy as np
 
 from crossdock.benchmarks.played_router import PlayedRouter, Watched, fleet, random_prompt
 from crossdock.benchmarks.report import percentile
@@ -109,7 +110,7 @@ class Bench:
     def __init__(self, router: PlayedRouter, load: Load, seed: int = 0) -> None:
         self._router = router
         self._load = load
-        self._draw = random.Random(seed)
+        self._draw = np.random.default_rng(seed)
         self._prefill, self._decode = router.worker(Role.PREFILL), router.worker(Role.DECODE)
         vocab = SHAPES[load.shape]["vocab_size"]
         assert isinstance(vocab, int), "a shape has a vocabulary"
@@ -117,9 +118,10 @@ class Bench:
         self._batch_prompts = [self._prompt(load.context) for _ in range(load.batch)]
         self._quiet: dict[int, Gaps] = {}
 
-    def warm_up(self) -> None:
+    def warm_up(self, works: Sequence[Work]) -> None:
         """Both sides have run every kind of step once, and the prompts of the batch are in their prefix caches."""
-        self._router.finish(self._ship(Work(self._load.context, 2), num_tokens=3), MAX_SECONDS)
+        for num_tokens in sorted({work.num_tokens for work in works}):
+            self._run(Work(num_tokens, 1), num_tokens=3)
         self._router.finish(self._start_batch(self._load.batch, WARM_STEPS), MAX_SECONDS)
 
     def row(self, work: Work) -> WorkerRow:
@@ -190,7 +192,7 @@ class Bench:
         prompts = self._batch_prompts[:batch]
         return [self._router.submit(prompt, num_steps, self._prefill, self._decode) for prompt in prompts]
 
-    def _prompt(self, num_tokens: int) -> list[int]:
+    def _prompt(self, num_tokens: int) -> bytes:
         return random_prompt(self._draw, num_tokens, self._vocab_size)
 
 
@@ -206,5 +208,5 @@ def measure_workers(load: Load, works: Sequence[Work]) -> Iterator[WorkerRow]:
         model = write_model(load.shape, Path(folder))
         with fleet(model, (Role.PREFILL, Role.DECODE), load.flags, Path(folder)) as router:
             bench = Bench(router, load)
-            bench.warm_up()
+            bench.warm_up(works)
             yield from (bench.row(work) for work in works)

@@ -87,7 +87,7 @@ class CudaIpcTransport:
         target = self._peers.get(to)
         if target is None:
             raise TransferFailed("the peer's memory is not mapped")
-        if not all(0 <= block < target.num_blocks for block in copy.destinations):
+        if not 0 <= min(copy.destinations) <= max(copy.destinations) < target.num_blocks:
             raise TransferFailed("a destination lies outside the peer's pool")
         pool = self._pool
         span = layer_span(pool.tensor, range(copy.layers.first, copy.layers.end))

@@ -4,10 +4,10 @@ Float32, greedy, a model whose choices have no near ties; checksums of what was 
 The workers lie on two GPUs where there are two.
 """
 
-import random
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +16,8 @@ from crossdock.core.messages import Role
 
 DEVICE = "cuda"
 VOCAB_SIZE, NUM_TOKENS = 319, 40
-DRAW = random.Random(1)
-PROMPTS = [random_prompt(DRAW, DRAW.randint(1, 900), VOCAB_SIZE) for _ in range(32)]
+DRAW = np.random.default_rng(1)
+PROMPTS = [random_prompt(DRAW, int(length), VOCAB_SIZE) for length in DRAW.integers(1, 900, size=32)]
 TRANSPORTS = ["cuda_ipc", "ucx", "tcp", *(["nccl"] if find_spec("crossdock.kvtransfer.nccl") else [])]
 
 pytestmark = [
