@@ -60,6 +60,10 @@ from .prefill.part import PrefillPart
 MAX_COPY_SECONDS = 0.002
 """What the end of a prompt of 8,192 tokens takes to another GPU is less than half of it."""
 
+QUIET_SECONDS = 0.5
+"""A rest begins so long after a step: the books of a large pool take ten milliseconds to check, and a commit that waits
+for its copy, or the next request, would be kept for as long."""
+
 _log = logging.getLogger("crossdock.worker")
 
 
@@ -118,7 +122,7 @@ class Worker:
         self._strangers: dict[Peer, int] = {}
         self._misses_router = False
         self._is_draining = False
-        self._are_books_checked = False
+        self._books_due: float | None = 0.0
         self._shared: SharedPool | None = None
         if is_dummy(config.engine):
             fingerprint = replace(fingerprint, weights="random")
@@ -223,7 +227,7 @@ class Worker:
                 self._engine.finish(step, time.monotonic())
                 self._outbox.flush()
                 self._tell_cache_events()
-                self._are_books_checked = False
+                self._books_due = time.monotonic() + QUIET_SECONDS
             elif following is None:
                 self._rest()
             step = following
@@ -242,11 +246,14 @@ class Worker:
             self._listen(left)
 
     def _rest(self) -> None:
-        """Nothing to compute: check the books after work, then sleep until a message or the next heartbeat."""
-        if not self._are_books_checked:
-            self._model.tables.prefixes.check()
-            self._are_books_checked = True
+        """Nothing to compute: sleep until a message or the next heartbeat; check the books once in a rest."""
+        if self._books_due is not None and time.monotonic() >= self._books_due:
+            self._check_books()
         self._listen(self._seconds_to_heartbeat())
+
+    def _check_books(self) -> None:
+        self._model.tables.prefixes.check()
+        self._books_due = None
 
     def _listen(self, seconds: float) -> None:
         """Wait for at most ``seconds``; handle all that has arrived, then keep the deadlines."""
@@ -388,6 +395,7 @@ class Worker:
         self._wake_up()
 
     def _close(self) -> None:
+        self._check_books()
         self._model.executor.close()
         self._model.grammars.close()
         self._links.close()

@@ -14,6 +14,7 @@ import torch
 
 from crossdock.core.messages import Commit, LeaseId, Push, TransportCard
 from crossdock.core.part import Delivery
+from crossdock.kvtransfer.cuda_memory import CudaError
 from crossdock.kvtransfer.lease import Lease
 from crossdock.kvtransfer.receiver import Change, Receiver, ReceiverState
 from crossdock.kvtransfer.transport import NotReachable
@@ -223,6 +224,19 @@ def test_a_sender_outlives_a_receiver_that_was_killed(sender: SideProcess, recei
     pushed(sender, receiver, 0, [1], [2])
     layers = receiver.group(0)
     assert np.array_equal(receiver.content, expected([([1], [2], range(layers.first, layers.end))]))
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc"], indirect=True, scope="module")
+def test_memory_that_the_driver_will_not_unmap_is_told_and_ends_nobody(
+    sender: SideProcess, receiver: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(address: int, device: torch.device) -> None:
+        raise CudaError("CUDA_ERROR_UNKNOWN")
+
+    receiver.transport.open(peer("p"), sender.card, NUM_BLOCKS)
+    monkeypatch.setattr("crossdock.kvtransfer.cuda_ipc.unmap_memory", refuse)
+    receiver.transport.forget(peer("p"))
+    assert "the memory of control of p stays mapped: CUDA_ERROR_UNKNOWN" in caplog.text
 
 
 def test_the_layer_groups_of_the_pool_are_whole(receiver: Side) -> None:
