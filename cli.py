@@ -16,6 +16,7 @@ import typer
 
 from .benchmarks.bench import bench
 from .cli_access import keys, usage
+from .cli_doctor import doctor, examine
 from .cli_flags import (
     ROUTER,
     AccessLog,
@@ -300,7 +301,9 @@ def _fail(reason: str) -> NoReturn:
 app.callback()(settings)
 app.command()(bench)
 app.command()(usage)
+app.command()(doctor)
 app.add_typer(keys, name="keys")
+app.add_typer(examine, name="examine")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ Only the files of a GPU know torch, and they are imported only where there is on
 ``cuda_ipc``     a kernel writes into a mapped pool of another GPU; ``cuda_memory`` maps it
 ``ucx``          whatever UCX finds between two hosts or GPUs; with ``ucx_inbox`` and ``ucx_port``
 ``nccl``         channels between fixed pairs of GPUs; with ``nccl_channel``, ``_inbox``, ``_library`` and ``_gpu``
+``ucx_lanes``    what UCX has chosen, and whether TCP is a pity
 ``tcp``          ZeroMQ frames, between any two hosts
 ``offers``       which transports reach a pool, by name
 ``links``        which transport leads to which peer; the effects of all the above

@@ -4,6 +4,7 @@ A push is packed piece by piece into a ring of staging buffers, which UCX regist
 tagged messages: a header and the bytes (ucx_inbox.py).
 """
 
+import logging
 import secrets
 import time
 from collections import deque
@@ -17,11 +18,14 @@ from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import Payload, TransferFailed
 from ..core.wire_format import encode
 from .pieces import PackingPieces, StagedAddress, split_push
-from .pool_bytes import PoolMemory
+from .pool_bytes import PoolBytes, PoolMemory
 from .staging_ring import StagingRing
 from .transport import BlockCopy, NotReachable
 from .ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, NUM_BUFFERS, Header, UcxInbox
+from .ucx_lanes import Surroundings, active_rdma_ports, advice
 from .ucx_port import Endpoint, Pending, Port, UcxFailed
+
+_log = logging.getLogger("crossdock.ucx")
 
 TAG_BITS = 64 - KIND_BITS
 
@@ -59,6 +63,7 @@ class UcxTransport:
         self._addresses: dict[Peer, StagedAddress] = {}
         self._ring = StagingRing(pool, NUM_BUFFERS)
         self._packing: deque[PackingPieces] = deque()
+        self._warnings: dict[Peer, str] = {}
         self._sent: list[_Sent] = []
         self._next_tag = secrets.randbits(TAG_BITS)
 
@@ -94,14 +99,30 @@ class UcxTransport:
         return True
 
     def detail(self, peer: Peer) -> str:
-        """What UCX has chosen."""
-        return ", ".join(self._endpoints[peer].lanes())
+        """What UCX has chosen, and what is wrong with it."""
+        lanes = ", ".join(self._endpoints[peer].lanes())
+        return "; ".join(filter(None, (lanes, self._warnings.get(peer))))
+
+    def _note_lanes(self, peer: Peer) -> None:
+        """Something has gone there, for the first time: UCX has made its choice."""
+        lanes = self._endpoints[peer].lanes()
+        _log.info("UCX reaches %s over %s", peer.address, ", ".join(lanes))
+        around = Surroundings(
+            available=self._port.available_lanes,
+            rdma_ports=active_rdma_ports(),
+            is_one_host=_host(peer) == _host(self._me),
+            is_gpu_memory=not isinstance(self._pool, PoolBytes),
+        )
+        self._warnings[peer] = advice(lanes, around)
+        if self._warnings[peer]:
+            _log.warning("%s: %s", peer.address, self._warnings[peer])
 
     def forget(self, peer: Peer) -> None:
         for packing in [packing for packing in self._packing if packing.to == peer]:
             packing.pieces.clear()
         endpoint = self._endpoints.pop(peer, None)
         self._addresses.pop(peer, None)
+        self._warnings.pop(peer, None)
         if endpoint is not None:
             endpoint.close()
         self.inbox.forget(peer)
@@ -121,6 +142,8 @@ class UcxTransport:
         for sent in [sent for sent in self._sent if sent.is_done]:
             self._sent.remove(sent)
             self._ring.give_back(sent.buffer)
+            if sent.to not in self._warnings and sent.to in self._endpoints and self._endpoints[sent.to].is_alive:
+                self._note_lanes(sent.to)
         while self._packing and self._ring.num_free:
             packing = self._packing[0]
             if packing.pieces and self._is_open(packing.to):
@@ -144,3 +167,8 @@ class UcxTransport:
             self._ring.give_back(buffer)
             return
         self._sent.append(_Sent(to, buffer, pendings))
+
+
+def _host(peer: Peer) -> str:
+    """Where it listens: equal for two processes of one host, or at least of one network namespace."""
+    return peer.address.rpartition(":")[0]

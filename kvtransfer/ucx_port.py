@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
+from .ucx_lanes import available_lanes
+
 OPTIONS = {"MM_ERROR_HANDLING": "y", "WARN_UNUSED_ENV_VARS": "n"}
 """Shared memory offers error handling only on request; without it UCX would silently take TCP instead."""
 CODE_BYTES = 16
@@ -111,6 +113,16 @@ class Port:
         there = _checked(lambda: libucxx.UCXAddress.create_from_buffer(told[CODE_BYTES:]))
         return Endpoint(_checked(lambda: libucxx.UCXEndpoint.create_from_worker_address(self._worker, there, True)))
 
+    @property
+    def available_lanes(self) -> list[str]:
+        """``transport/device`` of all that UCX could use here."""
+        return available_lanes(self._context.info)
+
+    @property
+    def allowed_transports(self) -> str:
+        """``UCX_TLS``, ``all`` unless somebody has set it."""
+        return str(self._context.config["TLS"])
+
     def progress(self) -> None:
         """Let UCX move what it can, for a bounded time."""
         for _ in range(MAX_PROGRESS):
@@ -134,6 +146,10 @@ class Port:
             return None
         into = np.empty(found.length, np.uint8)
         return Pending(self._worker.tag_recv_with_handle(Array(into), found), into), into
+
+
+def ucx_version() -> str:
+    return ".".join(map(str, libucxx.get_ucx_version()))
 
 
 def _checked(call: Callable[[], Any]) -> Any:

@@ -46,8 +46,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """Its address, as people read it."""
-        return self.peer.address.removeprefix("tcp://")
+        return _name(self.peer)
 
     @property
     def reached(self) -> list[Incarnation]:
@@ -103,6 +102,10 @@ class Refusal:
     peer: Peer
     reason: str
     at: float
+
+    @property
+    def name(self) -> str:
+        return _name(self.peer)
 
 
 class Fleet:
@@ -242,8 +245,17 @@ class Fleet:
         each = [(pair.prefill.card, pair.decode.card) for pair in self.pairs()]
         return max(each, key=lambda cards: min((card.max_num_seqs, card.num_blocks) for card in cards), default=())
 
+    def links(self) -> Iterator[tuple[Worker, Worker, Link]]:
+        """From whom, to whom, and how: every pair that has been probed."""
+        return ((one, self._workers[to], link) for one in self for to, link in one.links.items())
+
     def peers(self) -> Peers:
         return Peers(workers=[PeerInfo(worker.peer, worker.card) for worker in self])
+
+
+def _name(peer: Peer) -> str:
+    """Its address, as people read it."""
+    return peer.address.removeprefix("tcp://")
 
 
 def _num_requests(load: WorkerLoad) -> int:

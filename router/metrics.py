@@ -298,6 +298,7 @@ class _WorkerScrape(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._blocks()
+        yield from self._links()
         for name, (text, gauge_of) in _WORKER_GAUGES.items():
             gauge = GaugeMetricFamily(f"crossdock:worker_{name}", text, labels=_LABELS)
             for worker in self._fleet:
@@ -318,6 +319,20 @@ class _WorkerScrape(Collector):
             hashes.add_metric(_labels(worker), self._prefixes.num_hashes(worker.incarnation))
         yield blocks
         yield hashes
+
+    def _links(self) -> Iterator[Metric]:
+        """Of each pair that has been probed; those without a transport have nothing but that."""
+        labels = ("worker", "to", "transport")
+        up = GaugeMetricFamily("crossdock:link_up", "1 if KV can travel from the worker to the other", labels=labels)
+        rate = GaugeMetricFamily("crossdock:link_bytes_per_second", "Of its transport, when probed", labels=labels)
+        latency = GaugeMetricFamily("crossdock:link_latency_seconds", "Of one block, when probed", labels=labels)
+        for worker, to, link in self._fleet.links():
+            ends = (worker.name, to.name, link.transport)
+            up.add_metric(ends, not link.error)
+            if not link.error:
+                rate.add_metric(ends, link.bytes_per_second)
+                latency.add_metric(ends, link.latency_seconds)
+        yield from (up, rate, latency)
 
 
 def _labels(worker: Worker) -> tuple[str, str]:

@@ -9,9 +9,9 @@ import orjson
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
-from ..core.messages import Link, Role
+from ..core.messages import PROTOCOL_VERSION, Link, Role
 from ..core.version import VERSION
-from .fleet import Fleet, Worker
+from .fleet import Fleet, Refusal, Worker
 from .history import FIELDS
 from .openai_answers import Answer
 from .openapi import answers, get
@@ -31,6 +31,16 @@ class Requests(Answer):
     retries: int
 
 
+class TriedStatus(Answer):
+    """What the probe found of one transport; ``error`` is empty where it works."""
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    error: str
+    detail: str
+
+
 class LinkStatus(Answer):
     """The outcome of probing one decode worker; ``error`` is empty where it works."""
 
@@ -39,6 +49,15 @@ class LinkStatus(Answer):
     bytes_per_second: float
     latency_seconds: float
     error: str
+    tried: list[TriedStatus]
+
+
+class RefusalStatus(Answer):
+    """A worker that could not join, and how long ago it last tried."""
+
+    name: str
+    reason: str
+    seconds_ago: float
 
 
 class WorkerStatus(Answer):
@@ -57,6 +76,7 @@ class WorkerStatus(Answer):
     queued_prompt_tokens: int
     preemptions: int
     resident_bytes: int
+    transports: list[str]
     links: list[LinkStatus]
 
 
@@ -70,6 +90,8 @@ class HistoryStatus(Answer):
 
 class Status(Answer):
     version: str
+    protocol: int
+    """Of the messages between router and workers; all must speak the same."""
     model: str
     max_model_len: int
     block_size: int
@@ -79,6 +101,7 @@ class Status(Answer):
     reasons: list[str]
     requests: Requests
     workers: list[WorkerStatus]
+    refused: list[RefusalStatus]
     history: HistoryStatus
 
 
@@ -97,6 +120,7 @@ def _status(router: "Router", after: int, now: float) -> dict[str, object]:
     fleet, reasons, card = router.dispatcher.fleet, unreadiness(router), router.dispatcher.fleet.card
     return {
         "version": VERSION,
+        "protocol": PROTOCOL_VERSION,
         "model": router.model_name,
         "max_model_len": fleet.max_model_len(),
         "block_size": card.layout.block_size if card is not None else 0,
@@ -106,6 +130,7 @@ def _status(router: "Router", after: int, now: float) -> dict[str, object]:
         "reasons": reasons,
         "requests": _requests(router),
         "workers": [_worker(worker, fleet, now) for worker in sorted(fleet, key=_place)],
+        "refused": [_refusal(refusal, now) for refusal in fleet.refusals],
         "history": _history(router, after, now),
     }
 
@@ -142,6 +167,7 @@ def _worker(worker: Worker, fleet: Fleet, now: float) -> dict[str, object]:
         "queued_prompt_tokens": load.num_queued_prompt_tokens,
         "preemptions": load.total_preemptions,
         "resident_bytes": load.resident_bytes,
+        "transports": [transport.name for transport in worker.card.transports],
         "links": [_link(link, fleet) for link in worker.links.values()],
     }
 
@@ -154,7 +180,12 @@ def _link(link: Link, fleet: Fleet) -> dict[str, object]:
         "bytes_per_second": link.bytes_per_second,
         "latency_seconds": link.latency_seconds,
         "error": link.error,
+        "tried": [msgspec.structs.asdict(tried) for tried in link.tried],
     }
+
+
+def _refusal(refusal: Refusal, now: float) -> dict[str, object]:
+    return {"name": refusal.name, "reason": refusal.reason, "seconds_ago": now - refusal.at}
 
 
 def _history(router: "Router", after: int, now: float) -> dict[str, object]:

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOOR_1 = {"core", "kernels"}
 FLOOR_2 = FLOOR_1 | {"model", "kvtransfer"}
 FLOOR_3 = FLOOR_2 | {"prefill", "decode", "router", "deploy"}
-COMMANDS = {"cli", "cli_flags", "cli_settings", "cli_access"}
-FLOOR_4 = {"worker", "llm", *COMMANDS}
+COMMANDS = {"cli", "cli_flags", "cli_settings", "cli_access", "cli_doctor"}
+FLOOR_4 = {"worker", "llm", "examine", *COMMANDS}
 
 # A part may import itself and these. A folder or file of the root that is not named here is no part of the house.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -38,6 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_flags": {"core"},
     "cli_settings": set(),
     "cli_access": {"router"},
+    "cli_doctor": {"core", "deploy", "examine"},
+    "examine": FLOOR_3,
     "crossdock": {"core", "llm"},
     "benchmarks": FLOOR_3 | FLOOR_4 | {"crossdock"},
 }

@@ -109,3 +109,16 @@ def test_a_process_of_another_version_is_told_so_in_words_it_understands_and_in_
         reason = f"protocol version differs: {PROTOCOL_VERSION} at {sides[0]}, {LATER_VERSION} at {sides[1]}"
         assert decode(message.bytes) == Refused(reason=reason)
         assert server.log.count(f"refused {later.peer.address}: {reason}") == 1
+
+
+def test_the_doctor_tells_of_the_pair_and_of_who_was_refused(server: Server) -> None:
+    ran = subprocess.run(
+        crossdock_command("doctor", f"--router={server.url}"), capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert re.search(r"shm\*? +127\.0\.0\.1:\d+ to 127\.0\.0\.1:\d+ +\d+\.\d\d +\d+ us", ran.stdout)
+    reason = f"protocol version differs: {PROTOCOL_VERSION} at the router, {LATER_VERSION} at the worker"
+    assert reason in ran.stdout
+    assert "what to do: install one version of Crossdock everywhere" in ran.stdout
+    nobody = subprocess.run(crossdock_command("doctor", "--router=http://127.0.0.1:9", "--json"), capture_output=True)
+    assert (nobody.returncode, json.loads(nobody.stdout)["is_well"]) == (1, False)

@@ -1,5 +1,6 @@
 """Pieces over UCX: rings of buffers, headers that lie, and peers that are gone."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,7 +17,7 @@ from crossdock.kvtransfer.pool_bytes import PoolBytes
 from crossdock.kvtransfer.transport import BlockCopy, NotReachable
 from crossdock.kvtransfer.ucx import UcxTransport
 from crossdock.kvtransfer.ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, NUM_BUFFERS, Header
-from crossdock.kvtransfer.ucx_port import Port
+from crossdock.kvtransfer.ucx_port import Endpoint, Port
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, head_dim=128, block_size=64, dtype="float32")
 NUM_BLOCKS = 80
@@ -107,6 +108,28 @@ def test_what_ucx_has_chosen_can_be_told(pair: Pair) -> None:
     pair.run_until(lambda: pair.decode.arrived)
     lanes = pair.prefill.transport.detail(pair.decode.me)
     assert lanes.split("/")[0] in ("sysv", "posix", "self"), "not TCP: both sides share memory"
+
+
+def test_what_ucx_has_chosen_is_told_once_when_something_has_gone_there(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        push(pair, [0], [0])
+    pair.run_until(lambda: len(pair.decode.arrived) == 2 and not pair.prefill.transport._sent)
+    lanes = pair.prefill.transport.detail(pair.decode.me)
+    assert [record.message for record in caplog.records] == [f"UCX reaches control of d over {lanes}"]
+
+
+def test_tcp_alone_between_processes_that_share_memory_is_warned_of(
+    pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Endpoint, "lanes", lambda endpoint: ["tcp/lo"])
+    push(pair, [0], [0])
+    pair.run_until(lambda: pair.decode.arrived and not pair.prefill.transport._sent)
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert record.message.startswith("control of d: UCX took TCP though both processes are on one host and ")
+    assert pair.prefill.transport.detail(pair.decode.me) == record.message.replace("control of d: ", "tcp/lo; ")
 
 
 def test_a_peer_that_is_not_open_gets_nothing(pair: Pair) -> None:

@@ -195,6 +195,20 @@ def test_each_worker_shows_its_last_heartbeat_until_it_is_gone() -> None:
     assert not any(name[0].startswith("crossdock:worker_requests") for name in exported.samples())
 
 
+def test_each_pair_shows_the_transport_that_was_chosen_its_rate_and_its_latency() -> None:
+    exported = Exported()
+    prefill, _ = exported.join(P, Role.PREFILL), exported.join(D, Role.DECODE)
+    exported.fleet.link(prefill, Link(to=D.incarnation, transport="shm", bytes_per_second=5e9, latency_seconds=2e-5))
+    found = exported.samples()
+    assert found[("crossdock:link_up", "d:2", "shm", "p:1")] == 1
+    assert found[("crossdock:link_bytes_per_second", "d:2", "shm", "p:1")] == 5e9
+    assert found[("crossdock:link_latency_seconds", "d:2", "shm", "p:1")] == 2e-5
+    exported.fleet.link(prefill, Link(to=D.incarnation, transport="", error="torn"))
+    names = {name for name in exported.samples() if name[0].startswith("crossdock:link")}
+    assert names == {("crossdock:link_up", "d:2", "", "p:1")}
+    assert exported.samples()[("crossdock:link_up", "d:2", "", "p:1")] == 0
+
+
 def vars_of(books: PoolBooks) -> dict[str, int]:
     return {"free": books.free, "cached": books.cached, "leased": books.leased, "quarantined": books.quarantined}
 

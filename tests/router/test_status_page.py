@@ -1,6 +1,7 @@
 """The status page in a real browser, and the numbers that it is drawn from."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import uvicorn
 
 from crossdock.core.config import DoorConfig
-from crossdock.core.messages import Link, Role
+from crossdock.core.messages import Incarnation, Link, Peer, Role, TriedTransport
 from crossdock.router.access.access import Access
 from crossdock.router.app import create_app
 from crossdock.router.history import NUM_POINTS, WINDOW_SECONDS, History, Totals, Window
@@ -73,7 +74,11 @@ async def test_the_status_tells_of_workers_and_requests_and_of_no_prompt(
     await client.post("/v1/completions", json={"prompt": "a secret", "max_tokens": 2})
     worker = cluster.dispatcher.fleet.find(prefill.mailbox.peer)
     assert worker is not None
-    cluster.dispatcher.fleet.link(worker, Link(to=decode.mailbox.peer.incarnation, transport="shm", error="torn"))
+    tried = TriedTransport("shm", error="torn"), TriedTransport("tcp", 2e9, 1e-5, detail="x")
+    link = Link(to=decode.mailbox.peer.incarnation, transport="shm", error="torn", tried=tried)
+    cluster.dispatcher.fleet.link(worker, link)
+    stranger = Peer("tcp://127.0.0.1:9", Incarnation("x"))
+    cluster.dispatcher.fleet.refuse(stranger, "model differs", time.monotonic() - 5)
     response = await client.get("/status.json")
     status = Status.model_validate_json(response.content)
     assert "secret" not in response.text
@@ -81,6 +86,11 @@ async def test_the_status_tells_of_workers_and_requests_and_of_no_prompt(
     assert [worker.role for worker in status.workers] == ["prefill", "decode"]
     assert status.workers[0].blocks == {"free": 64, "cached": 0, "leased": 0, "quarantined": 0}
     assert [(link.to, link.error) for link in status.workers[0].links] == [(status.workers[1].name, "torn")]
+    shown = status.workers[0].links[0].tried
+    assert [(one.name, one.bytes_per_second, one.error) for one in shown] == [("shm", 0, "torn"), ("tcp", 2e9, "")]
+    assert [one.detail for one in shown] == ["", "x"]
+    assert [(refusal.name, refusal.reason) for refusal in status.refused] == [("127.0.0.1:9", "model differs")]
+    assert 5 <= status.refused[0].seconds_ago < 30
     assert (status.requests.running, status.requests.waiting, status.requests.ended["length"]) == (0, 0, 1)
 
 
