@@ -87,7 +87,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", default="64,512,2048,8192,32768")
     parser.add_argument("--at-once", default="1,8,64")
     parser.add_argument("--max-tokens", type=int, help="Most tokens on their way at once; longer works are left out.")
-    parser.add_argument("--copy-variants", default="", help="Of cuda_ipc: programs x warps x KiB x stages, ….")
+    parser.add_argument("--copy-variants", default="", help="Of cuda_ipc's kernel, as in 24x16x64x1,16x16x64x2.")
     parser.add_argument("--staging-mib", default="", help="Sizes of a staged piece to compare.")
     parser.add_argument("--steps", type=int, help="Of a window in which ITL is measured; 0: it is not.")
     parser.add_argument("--results", type=Path, help="Folder for a JSON file.")

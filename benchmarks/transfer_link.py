@@ -52,7 +52,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class CopyVariant:
-    """Numbers for `kernels.kv_copy.CopyShape`, as in ``24x16x64x1``: programs, warps, KiB a tile, stages."""
+    """Numbers for `kernels.kv_copy.CopyShape`, as in ``24x16x64x1``: programs, warps, KiB a tile, stages.
+
+    With an ``s`` behind them the caches are asked to keep nothing.
+    """
 
     name: str
 
