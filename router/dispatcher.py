@@ -40,10 +40,8 @@ from .prefix_map import PrefixMap
 from .turns import Turns
 
 TICK_SECONDS = 1.0
-LONG_QUEUE = 256
-"""Of turns: for each so many that wait one more is taken at a time, and tokens of one stream leave together."""
-MAX_TURNS = 10_000
-"""Beyond, the router has fallen behind its workers for good."""
+MAX_WAITING = 10_000
+"""Pieces of deliveries; beyond, the router has fallen behind its workers for good."""
 
 _log = logging.getLogger("crossdock.router")
 
@@ -322,7 +320,7 @@ class Dispatcher:
                 self.handle(first)
             if self._turns:
                 self._has_turns.set()
-            if len(self._turns) > MAX_TURNS:  # what comes meanwhile waits in the mailbox, which is bounded
+            if len(self._turns) > MAX_WAITING:  # what comes meanwhile waits in the mailbox, which is bounded
                 self._has_caught_up.clear()
                 await self._has_caught_up.wait()
 
@@ -331,8 +329,8 @@ class Dispatcher:
             await self._has_turns.wait()
             self._has_turns.clear()
             while self._turns:
-                for _ in range(1 + len(self._turns) // LONG_QUEUE):
-                    self.handle(self._turns.take())
+                for delivery in self._turns.take():
+                    self.handle(delivery)
                 await asyncio.sleep(0)
             self._has_caught_up.set()
 

@@ -8,6 +8,9 @@ from ..core.part import Delivery
 MAX_TOKENS_A_TURN = 4
 """So many are brought to their clients before new requests get their turn of the event loop."""
 
+LONG_QUEUE = 256
+"""For each so many pieces that wait, a turn takes one more: what lags behind leaves in fewer and longer writes."""
+
 
 class Turns:
     """A queue of deliveries a worker, served one after the other.
@@ -21,7 +24,7 @@ class Turns:
         self._waiting: dict[Incarnation, deque[Delivery]] = {}
 
     def __len__(self) -> int:
-        """Turns, not messages."""
+        """Pieces, not messages."""
         return sum(map(len, self._waiting.values()))
 
     def add(self, delivery: Delivery) -> Delivery | None:
@@ -35,8 +38,13 @@ class Turns:
             self._waiting[delivery.sender.incarnation] = deque(rest)
         return first
 
-    def take(self) -> Delivery:
-        """The next piece: of the worker that had its turn longest ago. Something must wait."""
+    def take(self) -> list[Delivery]:
+        """The pieces of the next turn; none if nothing waits."""
+        num_pieces = min(1 + len(self) // LONG_QUEUE, len(self))
+        return [self._take_one() for _ in range(num_pieces)]
+
+    def _take_one(self) -> Delivery:
+        """Of the worker that had its turn longest ago."""
         incarnation = next(iter(self._waiting))
         pieces = self._waiting.pop(incarnation)
         taken = pieces.popleft()
