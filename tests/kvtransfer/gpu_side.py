@@ -5,6 +5,7 @@ the stand-in of `host_driver`, and the kernels run in Triton's interpreter.
 """
 
 import os
+import select
 import subprocess
 import sys
 import time
@@ -123,12 +124,12 @@ class Side:
             header = push_header(order.group, order.destinations, self.transport.card.name)
             copying = self.transport.push(to, header, copy)
             while copying is not None and not copying.is_done:
-                self._progress()
+                self.progress()
             if order.verb == "push":
                 return
             answer("another one")
 
-    def _progress(self) -> None:
+    def progress(self) -> None:
         if self.transport.inbox is not None:
             assert self.transport.inbox.receive() is None, "nobody sends anything here"
         time.sleep(0.0005)
@@ -179,13 +180,24 @@ def main() -> None:
         host_driver.stand_in()
     side = Side(name, transport, int(seed))
     answer(side.transport.card)
-    for line in sys.stdin.buffer:
+    for order in orders(side):
         try:
-            side.obey(msgspec.json.decode(line, type=Order))
+            side.obey(order)
         except (NotReachable, TransferFailed) as error:
             answer(str(error))
         else:
             answer("")
+
+
+def orders(side: Side) -> Iterator[Order]:
+    """What comes on standard input; what UCX has under way goes on meanwhile."""
+    while True:
+        while not select.select([sys.stdin], [], [], 0.0)[0]:
+            side.progress()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        yield msgspec.json.decode(line, type=Order)
 
 
 def answer(message: object) -> None:
