@@ -23,6 +23,7 @@ from .pool_bytes import PoolMemory
 from .staging_ring import StagingRing
 from .transport import BlockCopy, LinkDown, NotReachable
 
+LINGER_SECONDS = 0.2
 _log = logging.getLogger("crossdock.links")
 
 
@@ -86,10 +87,12 @@ class NcclTransport:
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
         """Whether the peer joins shows in the probe."""
         way = self._ways.get(peer)
-        if way is not None and way.channel.failure is None:
-            return
+        if way is not None:
+            if way.channel.failure is None:
+                return
+            self._take_down(way, way.channel.failure)
         self._ending = [channel for channel in self._ending if not channel.is_gone]
-        if len(self._ways) + len(self._ending) >= MAX_CHANNELS:
+        if len(self._ending) + sum(not way.is_down for way in self._ways.values()) >= MAX_CHANNELS:
             raise NotReachable(f"this worker has its {MAX_CHANNELS} channels")
         there = StagedAddress.parse(card.address, self._pool.layout.block_bytes)
         to = Peer(there.address, peer.incarnation)
@@ -127,7 +130,7 @@ class NcclTransport:
         for channel in self._ending:
             channel.wait_until_gone()
         self.inbox.close()
-        self._mailbox.close(linger_seconds=1.0)
+        self._mailbox.close(LINGER_SECONDS)
 
     def _peer_left(self, ended: ChannelEnded, sender: Peer) -> None:
         """The receiving side has let go of one of this side's channels."""
@@ -137,8 +140,11 @@ class NcclTransport:
                 way.channel.end(ended.reason)
 
     def _take_down(self, way: _Way, reason: str) -> None:
+        """Stop using it, once, and tell the peer."""
         if way.is_down:
             return
+        if way.channel.failure is not None:
+            _log.warning("%s to %s has failed: %s", self._network.name, way.to.address, reason)
         way.is_down = True
         way.stop(reason)
         self._ending.append(way.channel)
@@ -152,8 +158,7 @@ class NcclTransport:
             if way.channel.failure is None:
                 self._pack(way)
                 self._speak(way)
-            elif not way.is_down:
-                _log.warning("%s to %s has failed: %s", self._network.name, way.to.address, way.channel.failure)
+            else:
                 self._take_down(way, way.channel.failure)
         for peer in [peer for peer, until in self._leaving.items() if self._clock() > until]:
             del self._leaving[peer]

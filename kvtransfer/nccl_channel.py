@@ -24,13 +24,12 @@ from typing import Protocol
 from ..core.part import Payload
 
 BATCH_BYTES = 16 << 20
-"""So much is started together, as starting costs as much as carrying it; what is larger goes alone and is done sooner.
-"""
-CLOSE_SECONDS = 2.0
-_log = logging.getLogger("crossdock.links")
-
+"""So much is started together, since to start it costs as much as to carry it. What is larger is done sooner alone."""
 POLL_SECONDS = 100e-6
-"""How late the end of a transfer may be seen; two polls of a device are cheap against it."""
+"""How late the end of a transfer may be seen."""
+CLOSE_SECONDS = 2.0
+
+_log = logging.getLogger("crossdock.links")
 
 
 class CommunicatorFailed(Exception):
@@ -87,10 +86,7 @@ class Network(Protocol):
         """What both sides of a new communicator must know; may take long. Raises `CommunicatorFailed`."""
 
     def join(self, unique_id: bytes, rank: Rank) -> Communicator:
-        """Begin to be this side of it; the peer's death is noticed by nobody but the caller's clock.
-
-        Raises `CommunicatorFailed`.
-        """
+        """Begin to be this side of it. A peer that never joins may never be noticed. Raises `CommunicatorFailed`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -103,6 +103,7 @@ class NcclInbox:
         source = self._sources.get(peer.incarnation)
         if source is not None:
             self._end(source, "its sender is dead")
+            self._mailbox.forget(source.sender)
 
     def close(self) -> None:
         for source in list(self._sources.values()):
