@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.config import CPU_KV_BYTES, RouterConfig, TransferConfig
+from ..core.config import CPU_KV_BYTES, TRANSPORTS, RouterConfig
 from ..core.version import VERSION
 from .findings import Devices, Finding, Report, Severity, Trial, problem, warning
 from .launch import crossdock_command
@@ -85,7 +85,7 @@ def _ends(devices: Devices) -> list[tuple[str, str]]:
 
 def transports_for(ends: tuple[str, str]) -> list[str]:
     others = GPU_ONLY if ends[0] == "cpu" else HOST_ONLY
-    return [transport for transport in TransferConfig().transports if transport not in others]
+    return [transport for transport in TRANSPORTS if transport not in others]
 
 
 def _facts(limits: Limits, devices: Devices | None) -> list[tuple[str, str]]:

@@ -334,7 +334,7 @@ class Links:
             self.send(probe.peer, message)
         if actions.link is None:
             return
-        link = probe.link = self._detailed(actions.link, probe.peer)
+        link = probe.link = self._detailed(actions.link, probe.peer) if probe.is_linked else actions.link
         _log.info("%s to %s; tried: %s", link.transport or "no way", probe.peer.address, _told(link.tried))
         for name, transport in self._transports.items():
             if name != link.transport:
@@ -342,7 +342,7 @@ class Links:
         self._report(link)
 
     def _detailed(self, link: Link, peer: Peer) -> Link:
-        """With what the transports that work tell of the way to the peer."""
+        """With what the transports that work, and are open still, tell of the way to the peer."""
         details = {tried.name: self._transports[tried.name].detail(peer) for tried in link.tried if not tried.error}
         return replace(link, tried=tuple(replace(tried, detail=details.get(tried.name, "")) for tried in link.tried))
 

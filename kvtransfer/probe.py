@@ -164,7 +164,11 @@ class Probe:
 
     def broken(self, reason: str, now: float) -> ProbeActions:
         """The transport of the link does not work any more: there is none until a new probe has found one."""
-        return self._give_up(reason, now) if self.is_linked else NOTHING
+        if not self.is_linked or self.link is None:
+            return NOTHING
+        self._errors = {self.link.transport: reason}
+        self._measured = {}  # long ago
+        return self._give_up(reason, now)
 
     def judged(self, verdict: ProbeVerdict, now: float) -> ProbeActions:
         """The peer has compared; late and repeated verdicts change nothing."""

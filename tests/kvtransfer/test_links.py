@@ -30,6 +30,7 @@ from crossdock.core.messages import (
     Renew,
     Role,
     TransportCard,
+    TriedTransport,
     WorkerCard,
 )
 from crossdock.core.part import Delivery, TransferFailed
@@ -266,6 +267,19 @@ def test_what_is_pushed_over_a_link_lands_at_its_place(cluster: Cluster, transpo
     expected = np.zeros_like(decode.memory.array)
     expected[[9, 4], 2:] = prefill.memory.array[[2, 3], 2:]
     assert np.array_equal(decode.memory.array, expected)
+
+
+def test_a_link_that_broke_is_told_with_that_alone_and_found_again(cluster: Cluster) -> None:
+    prefill, decode = cluster.add("p", Role.PREFILL, "shm ucx"), cluster.add("d", Role.DECODE, "shm ucx")
+    cluster.meet()
+    cluster.run_until(cluster.post.links_told)
+    (link,) = cluster.post.links_told()
+    assert {tried.name: bool(tried.detail) for tried in link.tried} == {"shm": False, "ucx": True}
+    probe = prefill.links._probes[decode.me]
+    prefill.links._act(probe, probe.broken("torn", time.monotonic()))
+    assert cluster.post.links_told()[1].tried == (TriedTransport(link.transport, error="torn"),)
+    cluster.run_until(lambda: len(cluster.post.links_told()) == 3)
+    assert cluster.post.links_told()[2].error == ""
 
 
 def test_what_is_said_to_a_peer_waits_for_the_copies_to_it_and_for_no_others(cluster: Cluster) -> None:

@@ -150,6 +150,7 @@ def test_a_link_that_broke_is_told_and_probed_anew_after_a_while() -> None:
     told = probe.broken("no progress for 5 s", 100.0)
     assert told.link is not None and told.link is probe.link
     assert (told.link.to, told.link.transport, told.link.error) == ("d", "", "no progress for 5 s")
+    assert told.link.tried == (TriedTransport("shm", error="no progress for 5 s"),)
     assert (probe.is_linked, probe.tick(100.9)) == (False, NOTHING)
     assert probe.tick(101.0).messages == (ProbeRequest(probe_id="p/d/2", card=CARD, num_blocks=3),)
 
