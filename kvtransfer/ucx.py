@@ -30,11 +30,21 @@ _log = logging.getLogger("crossdock.ucx")
 TAG_BITS = 64 - KIND_BITS
 
 
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """To one peer; a later one has a higher number, by which the peer knows that this one is over."""
+
+    number: int
+    endpoint: Endpoint
+
+
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A piece on its way: its header and its bytes."""
+    """A piece on its way over ``connection``, its header and its bytes, that is to be gone by ``deadline``."""
 
     to: Peer
+    connection: _Connection
+    deadline: float
     buffer: Payload
     pendings: tuple[Pending, Pending]
 
@@ -44,22 +54,29 @@ class _Sent:
 
 
 class UcxTransport:
-    """``me`` is this worker, ``key`` the cluster's. The bytes of a header are waited for ``receive_seconds``."""
+    """``me`` is this worker, ``key`` the cluster's.
+
+    ``patience_seconds`` is how long the bytes of a header are waited for, and how long a peer may take to fetch them:
+    UCX does not tell that the peer has closed its end of a connection.
+    """
 
     def __init__(
         self,
         pool: PoolMemory,
         me: Peer,
         key: bytes,
-        receive_seconds: float,
+        patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port = Port(key)
         self.card = TransportCard("ucx", str(StagedAddress(pool.staging_bytes, self._port.address)))
-        self.inbox = UcxInbox(self._port, pool, me, receive_seconds, self._pump, clock)
+        self.inbox = UcxInbox(self._port, pool, me, patience_seconds, self._pump, clock)
         self._pool = pool
         self._me = me
-        self._endpoints: dict[Peer, Endpoint] = {}
+        self._patience_seconds = patience_seconds
+        self._clock = clock
+        self._connections: dict[Peer, _Connection] = {}
+        self._num_connections = 0
         self._addresses: dict[Peer, StagedAddress] = {}
         self._ring = StagingRing(pool, NUM_BUFFERS)
         self._packing: deque[PackingPieces] = deque()
@@ -68,14 +85,19 @@ class UcxTransport:
         self._next_tag = secrets.randbits(TAG_BITS)
 
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
-        if peer in self._endpoints:
+        if peer in self._connections:
             return
         address = StagedAddress.parse(card.address, self._pool.layout.block_bytes)
         try:
-            self._endpoints[peer] = self._port.connect(address.address)
+            self._connect(peer, address.address)
         except UcxFailed as error:
             raise NotReachable(f"UCX: {error}") from None
         self._addresses[peer] = address
+
+    def _connect(self, peer: Peer, address: str) -> None:
+        """Raises `UcxFailed`."""
+        self._num_connections += 1
+        self._connections[peer] = _Connection(self._num_connections, self._port.connect(address))
 
     def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> PackingPieces:
         if not self._is_open(to):
@@ -88,24 +110,28 @@ class UcxTransport:
 
     def _is_open(self, to: Peer) -> bool:
         """An endpoint that has failed, its host having been unreachable for a while, is made anew."""
-        endpoint = self._endpoints.get(to)
-        if endpoint is None or endpoint.is_alive:
-            return endpoint is not None
-        endpoint.close()
+        connection = self._connections.get(to)
+        if connection is None or connection.endpoint.is_alive:
+            return connection is not None
+        return self._reconnect(to, connection)
+
+    def _reconnect(self, to: Peer, connection: _Connection) -> bool:
+        """What was under way over the former connection ends without result."""
+        connection.endpoint.close()
         try:
-            self._endpoints[to] = self._port.connect(self._addresses[to].address)
+            self._connect(to, self._addresses[to].address)
         except UcxFailed:
             return False
         return True
 
     def detail(self, peer: Peer) -> str:
         """What UCX has chosen, and what is wrong with it."""
-        lanes = ", ".join(self._endpoints[peer].lanes())
+        lanes = ", ".join(self._connections[peer].endpoint.lanes())
         return "; ".join(filter(None, (lanes, self._warnings.get(peer))))
 
     def _note_lanes(self, peer: Peer) -> None:
         """Something has gone there, for the first time: UCX has made its choice."""
-        lanes = self._endpoints[peer].lanes()
+        lanes = self._connections[peer].endpoint.lanes()
         _log.info("UCX reaches %s over %s", peer.address, ", ".join(lanes))
         around = Surroundings(
             available=self._port.available_lanes,
@@ -120,16 +146,16 @@ class UcxTransport:
     def forget(self, peer: Peer) -> None:
         for packing in [packing for packing in self._packing if packing.to == peer]:
             packing.pieces.clear()
-        endpoint = self._endpoints.pop(peer, None)
+        connection = self._connections.pop(peer, None)
         self._addresses.pop(peer, None)
         self._warnings.pop(peer, None)
-        if endpoint is not None:
-            endpoint.close()
+        if connection is not None:
+            connection.endpoint.close()
         self.inbox.forget(peer)
         self._pump()
 
     def close(self) -> None:
-        for peer in list(self._endpoints):
+        for peer in list(self._connections):
             self.forget(peer)
         self.inbox.close()
 
@@ -138,11 +164,15 @@ class UcxTransport:
         self._pump()
 
     def _pump(self) -> None:
-        """Take back the buffers of pieces that have arrived, and pack into them what waits."""
+        """Take back the buffers of pieces that have arrived or are given up, and pack into them what waits."""
+        for sent in self._sent:
+            if self._clock() > sent.deadline and self._connections.get(sent.to) is sent.connection:
+                self._reconnect(sent.to, sent.connection)
         for sent in [sent for sent in self._sent if sent.is_done]:
             self._sent.remove(sent)
             self._ring.give_back(sent.buffer)
-            if sent.to not in self._warnings and sent.to in self._endpoints and self._endpoints[sent.to].is_alive:
+            is_open = self._connections.get(sent.to) is sent.connection and sent.connection.endpoint.is_alive
+            if is_open and sent.to not in self._warnings:
                 self._note_lanes(sent.to)
         while self._packing and self._ring.num_free:
             packing = self._packing[0]
@@ -158,15 +188,24 @@ class UcxTransport:
         num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
         self._next_tag = (self._next_tag + 1) % (1 << TAG_BITS)
         tag = self._next_tag << KIND_BITS | DATA_TAG
-        header = Header(self._me, to.incarnation, self._port.address, tag, num_bytes, encode(message))
+        connection = self._connections[to]
+        header = Header(
+            sender=self._me,
+            to=to.incarnation,
+            reply=self._port.address,
+            connection=connection.number,
+            tag=tag,
+            num_bytes=num_bytes,
+            message=encode(message),
+        )
         announced = np.frombuffer(msgspec.msgpack.encode(header), np.uint8)
-        endpoint = self._endpoints[to]
+        endpoint = connection.endpoint
         try:
             pendings = endpoint.send(announced, HEADER_TAG), endpoint.send(buffer[:num_bytes], tag)
         except UcxFailed:
             self._ring.give_back(buffer)
             return
-        self._sent.append(_Sent(to, buffer, pendings))
+        self._sent.append(_Sent(to, connection, self._clock() + self._patience_seconds, buffer, pendings))
 
 
 def _host(peer: Peer) -> str:

@@ -1,8 +1,11 @@
 """Where UCX brings pieces of KV: a header that nobody waits for, then its bytes into a buffer of a ring.
 
 Header and bytes are handed on together, so that the lease is checked when the bytes are there, and only then are they
-brought to their blocks. A header whose bytes do not come ends the endpoint to its sender, and with it all that is under
-way from there.
+brought to their blocks.
+
+The two endpoints of a connection live and die together, and UCX does not tell one that the other was closed. So a
+connection that was ended here is refused from then on, and its sender, whose bytes nobody fetches, makes another. What
+ends it is a header whose bytes do not come, a failure, a sender said to be dead, and its next connection.
 """
 
 import time
@@ -31,11 +34,15 @@ NUM_BUFFERS = 4
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What goes before the bytes of one piece. ``reply`` is the sender's UCX address, ``message`` as on a mailbox."""
+    """What goes before the bytes of one piece. ``reply`` is the sender's UCX address, ``message`` as on a mailbox.
+
+    ``connection`` counts the sender's: with a higher number all earlier ones are over.
+    """
 
     sender: Peer
     to: str
     reply: str
+    connection: int
     tag: int
     num_bytes: int
     message: bytes
@@ -75,6 +82,7 @@ class UcxInbox:
         self._clock = clock
         self._endpoints: dict[Peer, Endpoint] = {}
         self._ring = StagingRing(pool, NUM_BUFFERS)
+        self._welcome: dict[Peer, int] = {}
         self._headers: list[tuple[Pending, NDArray[np.uint8]]] = []
         self._pieces: deque[_Piece] = deque()
         self._cancelled: list[_Piece] = []
@@ -96,7 +104,9 @@ class UcxInbox:
         return delivery
 
     def forget(self, peer: Peer) -> None:
-        """What is under way from it ends without result."""
+        """What is under way from it ends without result, and its connection is refused; a later one is welcome."""
+        if peer in self._welcome:
+            self._welcome[peer] += 1
         endpoint = self._endpoints.pop(peer, None)
         if endpoint is not None:
             endpoint.close()
@@ -130,24 +140,35 @@ class UcxInbox:
             raise MalformedMessage(f"for incarnation {header.to}, this is {self._me.incarnation}")
         if not 0 < header.num_bytes <= self._pool.staging_bytes or header.tag & HEADER_MASK != DATA_TAG:
             raise MalformedMessage(f"a piece of {header.num_bytes} bytes, the most is {self._pool.staging_bytes}")
+        welcome = self._welcome.get(header.sender, header.connection)
+        if header.connection < welcome:
+            raise MalformedMessage("this connection has ended")
+        if header.connection > welcome:
+            self.forget(header.sender)
+        self._welcome[header.sender] = header.connection
         self._pieces.append(_Piece(header, message))
 
     def _begin_receiving(self) -> None:
         """Give announced pieces buffers, first come, first served; the others' bytes wait at their sender."""
+        for sender in [sender for sender, endpoint in self._endpoints.items() if not endpoint.is_alive]:
+            self.forget(sender)
         for piece in [piece for piece in self._pieces if piece.pending is None]:
             if not self._ring.num_free:
                 return
             piece.buffer = self._ring.take()
             piece.deadline = self._clock() + self._receive_seconds
             try:
-                endpoint = self._endpoints.get(piece.header.sender) or self._connect(piece.header)
+                endpoint = self._endpoint_to(piece.header)
                 piece.pending = endpoint.receive(piece.buffer[: piece.header.num_bytes], piece.header.tag)
             except UcxFailed:
                 self.num_rejected += 1
                 self._end(piece)
 
-    def _connect(self, header: Header) -> Endpoint:
-        endpoint = self._endpoints[header.sender] = self._port.connect(header.reply)
+    def _endpoint_to(self, header: Header) -> Endpoint:
+        """Raises `UcxFailed`."""
+        endpoint = self._endpoints.get(header.sender)
+        if endpoint is None:
+            endpoint = self._endpoints[header.sender] = self._port.connect(header.reply)
         return endpoint
 
     def _next_whole(self) -> Delivery | None:

@@ -90,7 +90,7 @@ class Side:
             return CudaIpcTransport(self.pool, lambda: None)
         from crossdock.kvtransfer.ucx import UcxTransport
 
-        return UcxTransport(self.pool, self.me, KEY, receive_seconds=30.0)
+        return UcxTransport(self.pool, self.me, KEY, patience_seconds=30.0)
 
     def fill(self, content: np.ndarray) -> None:
         self.pool.write(range(len(content)), self.pool.all_layers, content.tobytes())

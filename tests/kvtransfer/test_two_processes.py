@@ -115,7 +115,7 @@ class UcxSide:
 
     def __init__(self) -> None:
         self.pool = PoolBytes(memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes)), NUM_BLOCKS, LAYOUT, NUM_GROUPS)
-        self.transport = UcxTransport(self.pool, DECODE, b"key", receive_seconds=30.0)
+        self.transport = UcxTransport(self.pool, DECODE, b"key", patience_seconds=30.0)
         self.address = self.transport.card.address
 
     def pushes(self, child: "subprocess.Popen[str]") -> Iterator[Delivery]:
@@ -331,7 +331,7 @@ def open_transport(name: str, address: str, pool: PoolBytes) -> Transport:
     if name == "shm":
         transport = ShmTransport(pool, allocate_shared(1))
     elif name == "ucx":
-        transport = UcxTransport(pool, PREFILL, b"key", receive_seconds=30.0)
+        transport = UcxTransport(pool, PREFILL, b"key", patience_seconds=30.0)
     elif name == "tcp":
         transport = TcpTransport(pool, Mailbox("127.0.0.1", 0, PREFILL.incarnation))
     else:

@@ -22,6 +22,7 @@ from crossdock.kvtransfer.ucx_port import Endpoint, Port
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, head_dim=128, block_size=64, dtype="float32")
 NUM_BLOCKS = 80
 RECEIVE_SECONDS = 5.0
+SEND_SECONDS = 50.0
 KEY = b"key"
 
 
@@ -43,7 +44,7 @@ class Side:
         if name == "p":
             self.memory[:] = np.arange(self.memory.size)
         self.pool = PoolBytes(memoryview(memory), NUM_BLOCKS, LAYOUT, 1)
-        self.transport = UcxTransport(self.pool, self.me, KEY, RECEIVE_SECONDS, clock)
+        self.transport = UcxTransport(self.pool, self.me, KEY, SEND_SECONDS if name == "p" else RECEIVE_SECONDS, clock)
         self.arrived: list[Delivery] = []
 
     def turn(self) -> None:
@@ -164,6 +165,7 @@ class Rogue:
             "sender": self.me,
             "to": "d",
             "reply": self.port.address,
+            "connection": 1,
             "tag": 7 << KIND_BITS | DATA_TAG,
             "num_bytes": LAYOUT.block_bytes,
             "message": encode(header([0])),
@@ -299,3 +301,34 @@ def test_pieces_fit_the_buffers_of_a_peer_whose_memory_is_of_another_kind(pair: 
     assert landed == [[0, 1], [2, 3], [4]]
     assert np.array_equal(small.array[:5], pair.prefill.pool.array[[9, 8, 7, 6, 5]])
     there.close()
+
+
+def test_bytes_that_their_sender_gave_up_hold_no_buffer_once_it_has_connected_anew(pair: Pair, rogue: Rogue) -> None:
+    for number in range(2 * NUM_BUFFERS):
+        rogue.announce(tag=number << KIND_BITS | DATA_TAG)
+    rogue.announce(connection=2, tag=99 << KIND_BITS | DATA_TAG)
+    sent = rogue.endpoint.send(np.ones(LAYOUT.block_bytes, np.uint8), 99 << KIND_BITS | DATA_TAG)
+    rogue.run_until(lambda: sent.is_done and pair.decode.arrived)
+    rogue.announce(connection=1)
+    rogue.run_until(lambda: pair.decode.transport.inbox.num_rejected == 1)
+    assert len(pair.decode.arrived) == 1
+    assert set(pair.decode.pool.array[0].ravel()) == {1}
+    inbox = pair.decode.transport.inbox
+    assert (len(inbox._pieces), inbox._ring.num_free) == (0, NUM_BUFFERS)
+
+
+def test_a_peer_that_closed_its_end_gets_another_connection_when_it_takes_nothing_for_long(pair: Pair) -> None:
+    push(pair, [0], [0])
+    pair.run_until(lambda: pair.decode.arrived)
+    pair.decode.transport.forget(pair.prefill.me)
+    for number in range(NUM_BUFFERS):
+        push(pair, [number], [number])
+    for _ in range(20):
+        pair.prefill.turn()
+        pair.decode.turn()
+    assert (len(pair.decode.arrived), pair.prefill.transport._ring.num_free) == (1, 0)
+    pair.clock.now += SEND_SECONDS + 0.1
+    push(pair, [1], [2])
+    pair.run_until(lambda: len(pair.decode.arrived) == 2)
+    assert pair.decode.memory[2 * LAYOUT.block_bytes // 4] == LAYOUT.block_bytes // 4
+    pair.run_until(lambda: pair.prefill.transport._ring.num_free == NUM_BUFFERS)
