@@ -21,6 +21,7 @@ from .cli_flags import (
     ROUTER,
     AccessLog,
     Host,
+    MaxOpenRequests,
     Model,
     PoolingFlag,
     Port,
@@ -89,6 +90,7 @@ def serve(
     port: Port = ROUTER.port,
     served_model_name: ServedName = None,
     pooling: PoolingFlag = "auto",
+    max_open_requests: MaxOpenRequests = ROUTER.max_open_requests,
     access_log: AccessLog = None,
 ) -> None:
     """Serve MODEL on this host: a router with an OpenAI-compatible API, and its workers.
@@ -107,6 +109,7 @@ def serve(
         served_model_name=served_model_name,
         pooling=pooling,
         access_log=access_log,
+        max_open_requests=max_open_requests,
         traces=traces,
         chat=chat,
         responses=responses,
@@ -135,6 +138,7 @@ def router(
     control_port: Annotated[int, typer.Option(help="Port for workers; 0 lets the system choose.")] = 5570,
     served_model_name: ServedName = None,
     pooling: PoolingFlag = "auto",
+    max_open_requests: MaxOpenRequests = ROUTER.max_open_requests,
     access_log: AccessLog = None,
 ) -> None:
     """Run the router alone; workers join with `crossdock worker MODEL --router tcp://HOST:PORT`."""
@@ -147,6 +151,7 @@ def router(
         served_model_name=served_model_name,
         pooling=pooling,
         access_log=access_log,
+        max_open_requests=max_open_requests,
         traces=traces,
         chat=chat,
         responses=responses,

@@ -106,6 +106,9 @@ PoolingFlag = Annotated[
     Literal["auto", "last", "mean"],
     typer.Option("--pooling", help="How /v1/embeddings makes a vector of a prompt; auto: as the model's files say."),
 ]
+MaxOpenRequests = Annotated[
+    int, typer.Option(help="Most requests at a time, choices counted; more are refused with 503.", min=1)
+]
 AccessLog = Annotated[
     str | None, typer.Option(help="File for a JSON line a request, without prompts and keys; - is the standard output.")
 ]
