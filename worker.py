@@ -30,7 +30,9 @@ from .core.messages import (
     Heartbeat,
     Hello,
     Incarnation,
+    Inquiry,
     Message,
+    NotHeld,
     Offer,
     Peer,
     PeerInfo,
@@ -45,6 +47,7 @@ from .core.messages import (
     WorkerLoad,
 )
 from .core.part import Delivery, no_checksums
+from .core.request import RequestId
 from .core.stages import Stage
 from .decode.part import DecodePart
 from .kvtransfer.links import Links
@@ -277,17 +280,26 @@ class Worker:
                 self._meet(delivery.sender, workers, now)
             case WhoAreYou():
                 self._meet_router(delivery.sender, now)
+                self._meet(delivery.sender, [], now)  # they have heard that this worker is dead
                 self._mailbox.send(self._router, Hello(card=self._card))
             case Refused(reason=reason) if delivery.sender not in self._peers:
                 raise SystemExit(f"the router refuses this worker: {reason}")
             case SnapshotRequest():
                 self._mailbox.send(delivery.sender, self._model.tables.prefixes.snapshot())
+            case Inquiry(request_ids=request_ids):
+                self._answer(delivery.sender, request_ids)
             case Offer() if delivery.sender not in self._peers:
                 pass  # declared dead here: a lease granted to it now would never be ended by its death
             case _:
                 handled = [part.handle(delivery, now) for part in (self._prefill, self._decode)]
                 if not any(handled):
                     self._links.handle(delivery, now)
+
+    def _answer(self, router: Peer, request_ids: list[RequestId]) -> None:
+        """Behind all tokens of theirs."""
+        held = self._prefill.request_ids | self._decode.request_ids
+        if not_held := [each for each in request_ids if each not in held]:
+            self._outbox.send(router, NotHeld(request_ids=not_held))
 
     # --- the router and the peers --------------------------------------------------------------
 
@@ -298,6 +310,7 @@ class Worker:
             _log.warning("the router at %s is silent; this worker goes on asking it", self._config.router_address)
             if self._known_router is not None:
                 self._lose(self._known_router, now)
+                self._meet(self._known_router, [], now)  # this worker has long been declared dead
                 self._known_router = None
         if now < self._next_heartbeat:
             return

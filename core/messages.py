@@ -278,6 +278,18 @@ class Abort(Message, frozen=True, tag="abort"):
     request_id: RequestId
 
 
+class Inquiry(Message, frozen=True, tag="inquiry"):
+    """Router to worker: nothing was heard of these requests for long; which do you not hold?"""
+
+    request_ids: list[RequestId]
+
+
+class NotHeld(Message, frozen=True, tag="not_held"):
+    """Worker to router: of an `Inquiry` those that are not here, because they never came or have ended."""
+
+    request_ids: list[RequestId]
+
+
 # --- a transfer --------------------------------------------------------------------------------
 
 

@@ -7,11 +7,12 @@ the results of its own chunks. A part changes its sequences, and says what other
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
 from .messages import Message, Peer, Push, TokenDelta, WorkerCard
-from .request import Request
+from .request import Request, RequestId
 from .sequence import Chunk, ChunkResult, Sequence
 from .stages import Stage
 
@@ -108,6 +109,10 @@ class Part(Protocol):
 
     def lose(self, peer: Peer, now: float) -> None:
         """This incarnation is dead: end everything agreed with it."""
+
+    @property
+    def request_ids(self) -> AbstractSet[RequestId]:
+        """The requests for which this part still has something to do."""
 
     @property
     def has_work(self) -> bool:

@@ -17,9 +17,11 @@ from .messages import (
     Envelope,
     Heartbeat,
     Hello,
+    Inquiry,
     Link,
     MalformedMessage,
     Message,
+    NotHeld,
     Offer,
     OtherProtocol,
     Peers,
@@ -45,7 +47,7 @@ from .messages import (
 
 AnyMessage = (
     Hello | Heartbeat | WhoAreYou | Peers | Link | Refused
-    | PrefillTask | Tokens | PromptLogprobs | RequestFailed | Abort
+    | PrefillTask | Tokens | PromptLogprobs | RequestFailed | Abort | Inquiry | NotHeld
     | Offer | Reservation | Push | Renew | Commit | Attached | Rejected | Cancel | Revoke
     | ProbeRequest | ProbeGrant | ProbeSent | ProbeVerdict | ProbeDone
     | ChannelInvite | PieceSent | ChannelEnded

@@ -97,9 +97,14 @@ class Arrivals:
         self._aborted: dict[RequestId, float] = {}
 
     @property
+    def request_ids(self) -> set[RequestId]:
+        """Of requests that are queued or whose KV is on its way."""
+        on_their_way = (arrival.wanted for arrival in self._arrivals.values() if arrival.sequence is not None)
+        return set().union(*on_their_way)
+
+    @property
     def num_arriving(self) -> int:
-        """Requests that are queued or whose KV is on its way."""
-        return sum(len(arrival.wanted) for arrival in self._arrivals.values() if arrival.sequence is not None)
+        return len(self.request_ids)
 
     @property
     def num_promised(self) -> int:

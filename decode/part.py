@@ -14,6 +14,7 @@ the device that still writes to them has ended.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from ..core.block_tables import BlockTables
@@ -80,6 +81,10 @@ class DecodePart:
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
+
+    @property
+    def request_ids(self) -> AbstractSet[RequestId]:
+        return self._requests.keys() | self._arrivals.request_ids
 
     @property
     def num_held_back(self) -> int:

@@ -17,6 +17,7 @@ own. A choice may be aborted alone; the job ends with the last of them.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -134,6 +135,10 @@ class PrefillPart:
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
+
+    @property
+    def request_ids(self) -> AbstractSet[RequestId]:
+        return self._jobs.keys()
 
     @property
     def num_requests(self) -> int:

@@ -19,8 +19,10 @@ from ..core.messages import (
     CacheSnapshot,
     Heartbeat,
     Hello,
+    Inquiry,
     Link,
     Message,
+    NotHeld,
     Peer,
     PromptLogprobs,
     Refused,
@@ -31,7 +33,7 @@ from ..core.messages import (
     WhoAreYou,
 )
 from ..core.part import Delivery
-from ..core.request import Request
+from ..core.request import Request, RequestId
 from .fleet import Fleet, Pair, Worker
 from .ledger import Attempt, Entry, Failure, Ledger
 from .metrics import EndReason, RouterMetrics
@@ -184,7 +186,7 @@ class Dispatcher:
                 self._on_tokens(worker, message, now)
             case Heartbeat():
                 self._metrics.preempted(worker.load, message.load)
-                self.fleet.report(worker, message.load, now)
+                self.fleet.report(worker, message.load)
             case PromptLogprobs():
                 entry = self.ledger.find(message.request_id, worker.peer)
                 if entry is not None:
@@ -193,6 +195,8 @@ class Dispatcher:
                 entry = self.ledger.find(message.request_id, worker.peer)
                 if entry is not None and entry.needs(worker):
                     self._fail(entry, Failure(message.reason, message.is_retryable), now)
+            case NotHeld():
+                self._on_not_held(worker, message, now)
             case Link():
                 self._on_link(worker, message)
             case CacheEvents():
@@ -209,6 +213,20 @@ class Dispatcher:
                 continue
             for ready in entry.accept(delta, now):
                 self._emit(entry, ready, now)
+
+    def _on_not_held(self, worker: Worker, message: NotHeld, now: float) -> None:
+        """A request that none of its legs holds is lost, unless it moved after they were asked."""
+        for request_id in message.request_ids:
+            entry = self.ledger.find(request_id, worker.peer)
+            if entry is None or entry.moved_at > entry.asked_at:
+                continue
+            entry.denied_by.add(worker.incarnation)
+            living = {leg.incarnation for leg in entry.attempt.legs if self.fleet.find(leg.peer) is leg}
+            if living <= entry.denied_by:
+                self._lose(entry, now)
+
+    def _lose(self, entry: Entry, now: float) -> None:
+        self._fail(entry, Failure("a message between router and workers was lost", is_retryable=True), now)
 
     def _emit(self, entry: Entry, delta: TokenDelta, now: float) -> None:
         self._metrics.token(entry, delta, now)
@@ -269,7 +287,6 @@ class Dispatcher:
         """End what needs workers that the fleet has removed and the others know of."""
         for worker in dead:
             _log.warning("worker %s is dead", worker.peer.address)
-            worker.idle_since = now
             self._metrics.counts.deaths += 1
             self._mailbox.forget(worker.peer)
             self.prefixes.drop(worker.incarnation)
@@ -293,18 +310,24 @@ class Dispatcher:
         if silent or now - self._told_at >= self._config.dead_after_seconds:
             self._broadcast(now)
         self._bury(silent, now)
-        for entry in self.ledger:
-            if self._is_lost(entry, now):
-                self._fail(entry, Failure("a message between router and workers was lost", is_retryable=True), now)
+        self._look_for_lost(now)
         self._metrics.sample(self.ledger, now)
 
-    def _is_lost(self, entry: Entry, now: float) -> bool:
-        """A token is missing, or neither leg knows of any request, for longer than delivery takes."""
+    def _look_for_lost(self, now: float) -> None:
+        """End what misses a token for longer than delivery takes; ask the legs of what has not moved for so long."""
         patience = self._config.dead_after_seconds
-        if entry.gap_since is not None and now - entry.gap_since > patience:
-            return True
-        idle = [leg.idle_since for leg in entry.attempt.legs]
-        return all(since is not None and now - max(since, entry.moved_at) > patience for since in idle)
+        asked: dict[Worker, list[RequestId]] = {}
+        for entry in self.ledger:
+            if entry.gap_since is not None and now - entry.gap_since > patience:
+                self._lose(entry, now)
+            elif now - max(entry.moved_at, entry.asked_at) > patience:
+                entry.asked_at = now
+                entry.denied_by.clear()
+                for leg in entry.attempt.legs:
+                    asked.setdefault(leg, []).append(entry.attempt.request_id)
+        for leg, request_ids in asked.items():
+            if self.fleet.find(leg.peer) is leg:
+                self._mailbox.send(leg.peer, Inquiry(request_ids=request_ids))
 
     async def run(self) -> None:
         """Serve until cancelled."""

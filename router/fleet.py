@@ -28,15 +28,13 @@ class Unreported:
 class Worker:
     """One live incarnation, equal to itself alone.
 
-    ``links`` are the outcomes of its probes, as a prefill worker, of decode workers; ``idle_since`` is when it first
-    reported that it holds no request.
+    ``links`` are the outcomes of its probes, as a prefill worker, of decode workers.
     """
 
     peer: Peer
     card: WorkerCard
     heard_at: float
     load: WorkerLoad
-    idle_since: float | None = None
     links: dict[Incarnation, Link] = field(default_factory=dict)
     unreported: Unreported = field(default_factory=Unreported)
 
@@ -185,12 +183,8 @@ class Fleet:
             worker.heard_at = now
         return worker
 
-    def report(self, worker: Worker, load: WorkerLoad, now: float) -> None:
+    def report(self, worker: Worker, load: WorkerLoad) -> None:
         """A `Heartbeat`: its load replaces what was only assumed since the last one."""
-        if _num_requests(load):
-            worker.idle_since = None
-        elif worker.idle_since is None:
-            worker.idle_since = now
         worker.load = load
         worker.unreported = Unreported()
 

@@ -72,6 +72,7 @@ class Entry:
 
     ``may_restart`` is true where nothing reaches the client before the end (no streaming), so that a new
     attempt may begin whatever was received. ``moved_at`` is when the attempt began or last emitted a token,
+    ``asked_at`` when its legs were last asked whether they hold it, and ``denied_by`` are those that said no;
     ``end_reason`` why it is over for good. The prompt of a fork is computed for another choice. ``num_counted`` output
     tokens are in the metrics, whatever attempt they came in; ``prefill_seconds`` is what the prefill worker took, if
     it told.
@@ -89,6 +90,8 @@ class Entry:
     is_fork: bool = False
     first_token_at: float | None = None
     moved_at: float = 0.0
+    asked_at: float = 0.0
+    denied_by: set[Incarnation] = field(default_factory=set)
     end_reason: str | None = None
     num_counted: int = 0
     cached_tokens: int = 0

@@ -59,6 +59,8 @@ SAMPLES: list[Message] = [
     m.PromptLogprobs(request_id=REQUEST_ID, start=1, logprobs=[LOGPROBS]),
     m.RequestFailed(request_id=REQUEST_ID, transfer_id=TRANSFER_ID, reason="lost", is_retryable=True),
     m.Abort(request_id=REQUEST_ID),
+    m.Inquiry(request_ids=[REQUEST_ID]),
+    m.NotHeld(request_ids=[REQUEST_ID]),
     m.Offer(transfer_id=TRANSFER_ID, request=REQUEST, router=PEER),
     m.Reservation(
         transfer_id=TRANSFER_ID, lease_id=LEASE_ID, generation=1, first_missing=2, blocks=[5, 3], lease_seconds=10.0

@@ -217,7 +217,7 @@ def test_without_room_an_offer_waits_and_nobody_overtakes_it() -> None:
     bench.arrive(request("a", 40), [0, 1, 2])
     assert bench.offer(request("b", 32, first_id=100)) == []
     assert bench.offer(request("c", 16, first_id=200)) == []
-    assert bench.arrivals.num_arriving == 2
+    assert (bench.arrivals.num_arriving, len(bench.arrivals.request_ids)) == (2, 2)
     bench.tables.release(bench.attached[0].sequence)
     bench.arrivals.sweep(0.0)
     assert bench.answers() == [reservation("b", [2, 3], lease_id=1), reservation("c", [1], lease_id=2)]
@@ -246,7 +246,7 @@ def test_an_abort_revokes_and_quarantines_until_the_sender_is_quiet() -> None:
     bench = Bench()
     bench.offer(request("a", 40))
     bench.arrivals.abort(RequestId("a"), 0.0)
-    assert (bench.answers(), bench.arrivals.num_arriving) == ([revoke("a", "aborted by the client")], 0)
+    assert (bench.answers(), bench.arrivals.request_ids) == ([revoke("a", "aborted by the client")], set())
     assert bench.books == leased(0, 5, quarantined=3)
     assert bench.push("a", 0, [0, 1, 2]) == []
     assert bench.landed == []

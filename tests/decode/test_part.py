@@ -113,6 +113,14 @@ def test_an_abort_while_nothing_runs_frees_the_blocks_at_once() -> None:
     assert bench.books == free(8)
 
 
+def test_a_request_is_held_until_its_last_token() -> None:
+    bench = Bench()
+    bench.adopt(request("a", 16, max_tokens=2))
+    assert bench.part.request_ids == {"a"}
+    bench.finish(bench.plan(), 501)
+    assert bench.part.request_ids == set()
+
+
 def test_an_abort_of_what_is_unknown_is_fine() -> None:
     bench = Bench()
     assert bench.part.handle(from_router(Abort(request_id=RequestId("a"))), 0.0)

@@ -186,6 +186,17 @@ def test_kv_travels_layer_group_by_layer_group_and_the_blocks_are_free_when_it_i
     assert (bench.part.num_blocks_pushed, bench.part.num_bytes_pushed) == (3, 2 * 3 * 128)
 
 
+def test_a_request_is_held_until_its_kv_is_attached() -> None:
+    bench = Bench()
+    bench.task(request("a", 32))
+    assert bench.part.request_ids == {"a"}
+    bench.compute()
+    bench.answer(reservation([0, 1]))
+    assert bench.part.request_ids == {"a"}
+    bench.answer(Attached(transfer_id=TransferId("t-a")))
+    assert bench.part.request_ids == set()
+
+
 def test_only_whole_blocks_travel_before_the_prompt_is_complete() -> None:
     bench = Bench()
     bench.task(request("a", 40))

@@ -11,8 +11,10 @@ from crossdock.core.messages import (
     Heartbeat,
     Hello,
     Incarnation,
+    Inquiry,
     Link,
     Message,
+    NotHeld,
     Peer,
     PeerInfo,
     Peers,
@@ -327,8 +329,9 @@ def test_a_request_whose_prefill_worker_died_is_lost_when_its_decode_worker_know
     prefill, decode = legs(entry)
     stage.hear(prefill, token(entry, 0))
     stage.hear(decode, token(entry, 1))
-    stage.pass_time(4, *(peer for peer in (P1, P2, D1, D2) if peer != prefill), running=1)
-    stage.pass_time(5, *(peer for peer in (P1, P2, D1, D2) if peer != prefill))
+    stage.pass_time(4, *(peer for peer in (P1, P2, D1, D2) if peer != prefill))
+    assert stage.mailbox.take(Inquiry) == [(decode, Inquiry(request_ids=[entry.attempt.request_id]))]
+    stage.hear(decode, NotHeld(request_ids=[entry.attempt.request_id]))
     assert client.failures == [Failure("a message between router and workers was lost", is_retryable=True)]
 
 
@@ -368,14 +371,36 @@ def test_a_paused_router_does_not_take_everybody_for_dead() -> None:
     assert len(stage.dispatcher.fleet) == 0
 
 
-def test_a_lost_task_is_noticed_when_both_legs_report_that_they_hold_nothing() -> None:
+def test_a_lost_task_is_noticed_when_both_legs_say_that_they_do_not_hold_it() -> None:
     stage, client = Stage(max_attempts=1), Client()
     stage.join_two_pairs()
-    stage.open(client)
-    stage.pass_time(4, P1, P2, D1, D2)
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    stage.pass_time(3, P1, P2, D1, D2, running=1)
+    assert stage.mailbox.take(Inquiry) == []
+    stage.pass_time(1, P1, P2, D1, D2, running=1)
+    request_ids = [entry.attempt.request_id]
+    assert stage.mailbox.take(Inquiry) == [(leg, Inquiry(request_ids=request_ids)) for leg in (prefill, decode)]
+    stage.hear(decode, NotHeld(request_ids=request_ids))
+    stage.hear(decode, NotHeld(request_ids=request_ids))
     assert client.failures == []
-    stage.pass_time(1, P1, P2, D1, D2)
+    stage.hear(prefill, NotHeld(request_ids=request_ids))
     assert client.failures == [Failure("a message between router and workers was lost", is_retryable=True)]
+
+
+def test_a_request_that_went_from_one_leg_to_the_other_while_both_were_asked_is_not_lost() -> None:
+    stage, client = Stage(), Client()
+    stage.join_two_pairs()
+    [entry] = stage.open(client)
+    prefill, decode = legs(entry)
+    stage.pass_time(4, P1, P2, D1, D2)
+    stage.hear(decode, NotHeld(request_ids=[entry.attempt.request_id]))
+    stage.now += 0.5
+    stage.hear(prefill, token(entry, 0), NotHeld(request_ids=[entry.attempt.request_id]))
+    assert (client, len(entry.attempts)) == (Client(tokens=[50]), 1)
+    stage.pass_time(4, P1, P2, D1, D2)
+    stage.hear(prefill, NotHeld(request_ids=[entry.attempt.request_id]))
+    assert (client, len(entry.attempts)) == (Client(tokens=[50]), 1)
 
 
 def test_a_request_that_only_waits_is_not_taken_for_lost() -> None:

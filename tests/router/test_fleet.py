@@ -103,9 +103,9 @@ def test_a_draining_worker_takes_no_new_requests(draining: Peer) -> None:
     fleet.link(prefill, Link(to=D.incarnation, transport="shm"))
     worker = fleet.find(draining)
     assert worker is not None
-    fleet.report(worker, load(is_accepting=False), now=1)
+    fleet.report(worker, load(is_accepting=False))
     assert fleet.pairs() == []
-    fleet.report(worker, load(), now=2)
+    fleet.report(worker, load())
     assert len(fleet.pairs()) == 1
 
 
@@ -191,18 +191,8 @@ def test_a_heartbeat_replaces_what_was_assumed_since_the_last_one() -> None:
     worker = join(fleet, M, Role.MIXED)
     worker.unreported.num_prompt_tokens, worker.unreported.num_sequences, worker.unreported.num_blocks = 100, 2, 8
     assert (worker.num_queued_prompt_tokens, worker.num_sequences, worker.num_available_blocks) == (100, 2, 56)
-    fleet.report(worker, load(running=1, free=40), now=1)
+    fleet.report(worker, load(running=1, free=40))
     assert (worker.num_queued_prompt_tokens, worker.num_sequences, worker.num_available_blocks) == (0, 1, 64)
-
-
-def test_idleness_counts_from_the_first_heartbeat_without_requests() -> None:
-    fleet = Fleet(dead_after_seconds=3)
-    worker = join(fleet, M, Role.MIXED)
-    seen = [worker.idle_since]
-    for now, running in ((1.0, 0), (2.0, 0), (3.0, 1), (4.0, 0)):
-        fleet.report(worker, load(running=running), now)
-        seen.append(worker.idle_since)
-    assert seen == [None, 1.0, 1.0, None, 4.0]
 
 
 def test_the_longest_request_is_that_of_the_roomiest_pair() -> None:

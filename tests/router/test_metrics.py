@@ -178,7 +178,7 @@ def test_each_worker_shows_its_last_heartbeat_until_it_is_gone() -> None:
     exported.prefixes.apply(P.incarnation, CacheEvents(number=1, stored=[b"x" * 16]), now=0)
     books = PoolBooks(free=4, cached=1, leased=3, quarantined=2)
     load = WorkerLoad(books=books, num_waiting=6, total_blocks_pushed=20, total_blocks_skipped=5, total_preemptions=1)
-    exported.fleet.report(prefill, load, now=0)
+    exported.fleet.report(prefill, load)
     found = exported.samples()
     states = {state: found[("crossdock:worker_blocks", "prefill", state, "p:1")] for state in vars_of(books)}
     assert states == vars_of(books)
