@@ -25,6 +25,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also what takes a quarter of an hour")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: takes minutes, so that it runs with --full only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skipif(True, reason='takes minutes: make test ARGS="--full"'))
+
+
 @pytest.fixture(scope="session")
 def is_full(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--full"))

@@ -8,7 +8,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class Scrape:
 class Server:
     """Started at once; ``log`` receives what router and workers print. ``command`` is ``serve`` or ``router``.
 
-    It speaks TLS where the ``authority`` of its certificate is given.
+    It speaks TLS where the ``authority`` of its certificate is given. ``command_prefix`` takes it to another ``host``.
     """
 
     def __init__(
@@ -73,11 +73,14 @@ class Server:
         command: str = "serve",
         port: int | None = None,
         authority: Path | None = None,
+        host: str = "127.0.0.1",
+        command_prefix: Sequence[str] = (),
     ) -> None:
         self.port = port or free_port()
-        self.url = f"{'http' if authority is None else 'https'}://127.0.0.1:{self.port}"
+        self.url = f"{'http' if authority is None else 'https'}://{host}:{self.port}"
         self._log = log
-        command_line = crossdock_command(command, model, "--port", str(self.port), *flags)
+        where = ("--host", host, "--port", str(self.port))
+        command_line = [*command_prefix, *crossdock_command(command, model, *where, *flags)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command_line, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
