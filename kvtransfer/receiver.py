@@ -207,6 +207,8 @@ class Receiver:
                 return NOTHING
             case ReceiverState.ENDED:
                 return self._reject("no such transfer here")
+            case ReceiverState.REVOKED | ReceiverState.LOST:
+                return self._reject("the lease was ended")
             case ReceiverState.RESERVED if commit.num_block_groups == len(self.blocks) * len(self._group_bytes):
                 self.lease.renew(now)
                 self.first_token_ids, self.checksums = commit.first_token_ids, commit.checksums
