@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -290,6 +290,15 @@ def test_the_bar_counts_answers(llm: LLM, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Shells have their jobs in the background ignore interrupts."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_nothing_behind(llm: LLM) -> None:
     right = texts(llm, PROMPTS, GREEDY)
     for seconds in (0.05, 0.2, 0.5):
