@@ -1,6 +1,6 @@
 """What the router itself costs: one router process on one core, its workers played by stubs that compute nothing.
 
-    python -P -m crossdock.benchmarks.router [STREAMS] [TOKENS_A_SECOND] [SECONDS]
+    python -P -m crossdock.benchmarks.router [STREAMS] [TOKENS_A_SECOND] [SECONDS] [TOKENS_A_STREAM]
 
 A second process holds the streams open and plays their workers: stubs that send the next token of each of their
 requests at a fixed pace, one message a step, as engines do. The first process then asks for one token after the other
@@ -8,6 +8,9 @@ and answers itself, at once. In between it asks a server of its own that answers
 connection and the client take; what a token takes beyond that the router has added. Printed are the streamed tokens a
 second, the share of its core that the router took, which tells at what rate the core would be full, and its memory at
 the beginning and the end.
+
+With TOKENS_A_STREAM a stream that ends is followed by another, as in a service, and nothing else is asked for. Without,
+streams never end, and the ids that the router keeps of a stream for as long as it lives, 4 bytes each, add up.
 """
 
 import asyncio
@@ -191,7 +194,21 @@ def resident_mib(pid: int) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
-async def hold_streams(url: str, router: Peer, num_streams: int, rate: float, told: Connection) -> None:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """``rate`` is in tokens a second, of all streams together; ``stream_tokens`` is `ENDLESS` or how long one is."""
+
+    num_streams: int
+    rate: float
+    seconds: float
+    stream_tokens: int
+
+    @property
+    def is_endless(self) -> bool:
+        return self.stream_tokens == ENDLESS
+
+
+async def hold_streams(url: str, router: Peer, load: Load, told: Connection) -> None:
     """Open the streams, tell so, and from then on answer each question with the number of tokens received."""
     num_tokens = 0
 
@@ -199,27 +216,31 @@ async def hold_streams(url: str, router: Peer, num_streams: int, rate: float, to
         nonlocal num_tokens
         num_tokens += data.count(b'"text"')
 
-    num_stubs = -(-num_streams // SLOTS_A_STUB)
-    started = [start_stub(router, f"stub{n}", num_streams / rate) for n in range(num_stubs)]
+    async def stream() -> None:
+        while await exchange(completion(url, load.stream_tokens), on_body) == 200:
+            pass
+
+    num_stubs = -(-load.num_streams // SLOTS_A_STUB)
+    started = [start_stub(router, f"stub{n}", load.num_streams / load.rate) for n in range(num_stubs)]
     await asyncio.sleep(3)
     streams = []
-    for _ in range(num_streams):
-        streams.append(asyncio.create_task(exchange(completion(url, ENDLESS), on_body)))
+    for _ in range(load.num_streams):
+        streams.append(asyncio.create_task(stream()))
         await asyncio.sleep(0.005)
     await asyncio.sleep(2)
     for stub, _ in started:
-        stub.is_accepting = False
+        stub.is_accepting = not load.is_endless
     await asyncio.sleep(1)
     told.send(sum(len(stub.requests) for stub, _ in started))
     asyncio.get_running_loop().add_reader(told.fileno(), lambda: told.send(told.recv() or num_tokens))
     await asyncio.gather(*streams)
 
 
-def be_load(url: str, router: Peer, num_streams: int, rate: float, told: Connection) -> None:
+def be_load(url: str, router: Peer, load: Load, told: Connection) -> None:
     os.sched_setaffinity(0, {LOAD_CORE})
     os.nice(19)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(hold_streams(url, router, num_streams, rate, told))
+        runner.run(hold_streams(url, router, load, told))
 
 
 class Bare(asyncio.Protocol):
@@ -253,18 +274,21 @@ async def probe(url: str, router: Peer, seconds: float) -> tuple[list[float], li
     return sorted(taken[0]), sorted(taken[1])
 
 
-def measure(url: str, router: Peer, pid: int, told: Connection, seconds: float) -> None:
+def measure(url: str, router: Peer, pid: int, told: Connection, load: Load) -> None:
     """Print what the router does and costs while the load runs."""
     print(f"{told.recv()} open streams")
     mib_before = resident_mib(pid)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         began, cpu_before, tokens_before = clock(), cpu_seconds(pid), asked(told)
-        taken, bare = runner.run(probe(url, router, seconds))
+        if load.is_endless:
+            taken, bare = runner.run(probe(url, router, load.seconds))
+        else:
+            time.sleep(load.seconds)
         tokens, cpu, wall = asked(told) - tokens_before, cpu_seconds(pid) - cpu_before, clock() - began
-    print(f"{tokens / wall:.0f} tokens/s and {len(taken) / wall:.0f} short requests/s")
+    print(f"{tokens / wall:.0f} tokens/s")
     print(f"router: {100 * cpu / wall:.0f} % of a core, full at {tokens / cpu:.0f} tokens/s")
     print(f"memory: {mib_before:.0f} MiB at the beginning, {resident_mib(pid):.0f} MiB after {wall:.0f} s")
-    for name, share in (("median", 0.5), ("p99", 0.99)):
+    for name, share in (("median", 0.5), ("p99", 0.99)) if load.is_endless else ():
         whole, floor = (1000 * percentile(times, share) for times in (taken, bare))
         print(f"first token, {name}: {whole:.2f} ms, {floor:.2f} of it without a router, {whole - floor:.2f} added")
 
@@ -276,18 +300,19 @@ def asked(told: Connection) -> int:
 
 def main() -> None:
     given = [float(argument) for argument in sys.argv[1:]]
-    num_streams, rate, seconds = [*given, *(1000.0, 10_000.0, 10.0)[len(given) :]]
+    wanted = [*given, *(1000.0, 10_000.0, 10.0, float(ENDLESS))[len(given) :]]
+    load = Load(int(wanted[0]), wanted[1], wanted[2], int(wanted[3]))
     os.sched_setaffinity(0, {min(PROBE_CORE, (os.cpu_count() or 1) - 1)})
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with router_process() as (url, router, pid):
-        load = context.Process(target=be_load, args=(url, router, int(num_streams), rate, theirs))
-        load.start()
+        process = context.Process(target=be_load, args=(url, router, load, theirs))
+        process.start()
         try:
-            measure(url, router, pid, ours, seconds)
+            measure(url, router, pid, ours, load)
         finally:
-            load.terminate()
-            load.join()
+            process.terminate()
+            process.join()
 
 
 if __name__ == "__main__":
