@@ -25,6 +25,16 @@ PREFILL = Peer("tcp://p", Incarnation("p"))
 DECODE = Peer("tcp://d", Incarnation("d"))
 
 
+class Clock:
+    """Stands still unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def card(num_blocks: int, role: Role = Role.MIXED) -> WorkerCard:
     return WorkerCard(
         role=role,

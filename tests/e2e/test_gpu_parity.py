@@ -4,7 +4,6 @@ Float32, greedy, a model whose choices have no near ties; checksums of what was 
 The workers lie on two GPUs where there are two.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ DEVICE = "cuda"
 VOCAB_SIZE, NUM_TOKENS = 319, 40
 DRAW = np.random.default_rng(1)
 PROMPTS = [random_prompt(DRAW, int(length), VOCAB_SIZE) for length in DRAW.integers(1, 900, size=32)]
-TRANSPORTS = ["cuda_ipc", "ucx", "tcp", *(["nccl"] if find_spec("crossdock.kvtransfer.nccl") else [])]
+TRANSPORTS = ["cuda_ipc", "ucx", "nccl", "tcp"]
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU or two: run benchmarks/gpu_pair.py there"),

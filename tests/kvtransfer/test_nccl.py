@@ -28,6 +28,7 @@ from crossdock.kvtransfer.nccl_inbox import MAX_AHEAD, MAX_CHANNELS, NUM_BUFFERS
 from crossdock.kvtransfer.pool_bytes import PoolBytes
 from crossdock.kvtransfer.transport import BlockCopy, LinkDown, NotReachable
 
+from ..parts import Clock
 from .stub_network import stub_network, stub_path
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, head_dim=16, block_size=64, dtype="float32")
@@ -37,14 +38,6 @@ STAGING_BYTES = 4 * LAYOUT.block_bytes
 NUM_PIECES = NUM_BLOCKS // 4
 PATIENCE_SECONDS = 1.0
 KEY = b"key"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Post(Mailbox):

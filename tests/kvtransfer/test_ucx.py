@@ -19,19 +19,13 @@ from crossdock.kvtransfer.ucx import UcxTransport
 from crossdock.kvtransfer.ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, NUM_BUFFERS, Header
 from crossdock.kvtransfer.ucx_port import Endpoint, Port
 
+from ..parts import Clock
+
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, head_dim=128, block_size=64, dtype="float32")
 NUM_BLOCKS = 80
 RECEIVE_SECONDS = 5.0
 SEND_SECONDS = 50.0
 KEY = b"key"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Side:

@@ -61,6 +61,17 @@ class Network:
     def _cable(self, host: str) -> str:
         return f"{self._bridge}v{list(self._addresses).index(host)}"
 
+    @classmethod
+    def can_be_made(cls) -> bool:
+        """Here, by this user."""
+        if shutil.which("ip") is None or os.geteuid() != 0:
+            return False
+        try:
+            cls(("trial",)).close()
+        except IpFailed:
+            return False
+        return True
+
     def address(self, host: str) -> str:
         return self._addresses[host]
 
@@ -93,16 +104,3 @@ class Network:
                 ip("netns", "del", self._namespace(host))  # its cable goes with it
         if os.path.exists(f"/sys/class/net/{self._bridge}"):
             ip("link", "del", self._bridge)
-
-
-def why_no_network() -> str:
-    """What a person has to change before namespaces can be made here; empty if they can."""
-    if shutil.which("ip") is None:
-        return "there is no `ip` command: install iproute2"
-    if os.geteuid() != 0:
-        return "network namespaces need root: sudo make test ARGS=--full"
-    try:
-        Network(("trial",)).close()
-    except IpFailed as error:
-        return f"network namespaces can't be made here ({error}): run on a host where root may"
-    return ""
