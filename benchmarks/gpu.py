@@ -114,7 +114,7 @@ def run(report: Report, parts: set[str], batches: list[int]) -> None:
         print(row(measurement), flush=True)
     if "profile" in parts:
         report.profiles = {f"decode, batch {batch}": work.profile(batch) for batch in batches}
-        report.profiles["prefill"] = work.profile_prompt()
+        report.profiles |= {"prefill": work.profile_prompt(), "prefix hit": work.profile_hit()}
     engine.close()
 
 

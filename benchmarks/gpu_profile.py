@@ -49,9 +49,10 @@ def profile_decode(engine: OfflineEngine, prompts: list[list[int]], num_steps: i
 
 
 def profile_prefill(engine: OfflineEngine, prompts: list[list[int]]) -> Timeline:
-    """Profile prompts, each a step of its own, to their first tokens."""
+    """Profile prompts, one after the other, to their first tokens."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        engine.generate(prompts, SamplingParams(temperature=0, max_tokens=1, seed=0))
+        for prompt in prompts:
+            engine.generate([prompt], SamplingParams(temperature=0, max_tokens=1, seed=0))
     return _timeline(profiler, len(prompts))
 
 

@@ -89,13 +89,14 @@ class Workloads:
         return self._measured(f"TTFT, {LONG_PROMPT} tokens", "ms", seconds * 1e3, floor * 1e3, ONE_PROMPT)
 
     def prefix_hit(self, repeats: int = 5) -> Measurement:
-        prompt = self._prompts(1, LONG_PROMPT)[0]
-        self._engine.generate([prompt], _greedy(1))
-        endings = [self._prompts(1, LONG_PROMPT - CACHED_TOKENS)[0] for _ in range(repeats)]
-        seconds = median(self._first_token_after(prompt[:CACHED_TOKENS] + ending) for ending in endings)
+        prompts = self._hits(repeats)
+        times = self._engine.times
+        times.clear()
+        seconds = median(self._first_token_after(prompt) for prompt in prompts)
         floor = self._shape.prefill_floor(LONG_PROMPT, CACHED_TOKENS)
+        note = f"host: launch {_ms(times.launch[::2])}, wait {_ms(times.wait[1::2])}, finish {_ms(times.finish[1::2])}"
         name = f"TTFT, {CACHED_TOKENS} of {LONG_PROMPT} cached"
-        return self._measured(name, "ms", seconds * 1e3, floor * 1e3, PREFIX_HIT)
+        return self._measured(name, "ms", seconds * 1e3, floor * 1e3, PREFIX_HIT, note=note)
 
     def cold_batch(self, num_prompts: int = 256) -> Measurement:
         prompts = self._prompts(num_prompts, PROMPT_TOKENS)
@@ -111,6 +112,16 @@ class Workloads:
 
     def profile_prompt(self) -> Timeline:
         return profile_prefill(self._engine, self._prompts(2, LONG_PROMPT))
+
+    def profile_hit(self) -> Timeline:
+        return profile_prefill(self._engine, self._hits(5))
+
+    def _hits(self, number: int) -> list[list[int]]:
+        """Prompts whose first tokens are in the prefix cache."""
+        prompt = self._prompts(1, LONG_PROMPT)[0]
+        self._engine.generate([prompt], _greedy(1))
+        endings = self._prompts(number, LONG_PROMPT - CACHED_TOKENS)
+        return [prompt[:CACHED_TOKENS] + ending for ending in endings]
 
     def _first_token_after(self, prompt: list[int]) -> float:
         started_at = time.perf_counter()
