@@ -35,6 +35,7 @@ from crossdock.core.request import SamplingParams  # noqa: E402
 from crossdock.model.startup import load_model  # noqa: E402
 
 CHUNK_TOKENS = 8192
+SHORT_PROMPTS = (64, 512, 1024)
 PARTS = "checks,startup,decode,prefill,cold,profile"
 OWN_START = "own-start"
 HEAD = f"{'':<34}{'unit':>9}{'measured':>10}{'floor':>10}{'of it':>8}{'vLLM':>10}{'of it':>8}{'goal':>10}"
@@ -88,6 +89,7 @@ def measurements(work: Workloads, parts: set[str], batches: list[int]) -> Iterat
         yield from (work.decode(batch) for batch in batches)
     if "prefill" in parts:
         yield work.prefill()
+        yield from (work.one_prompt(num_tokens) for num_tokens in SHORT_PROMPTS)
         yield work.one_prompt()
         yield work.prefix_hit()
     if "cold" in parts:

@@ -83,10 +83,11 @@ class Workloads:
         floor = LONG_PROMPT / self._shape.prefill_floor(LONG_PROMPT)
         return self._measured(f"prefill, {num_prompts} x {LONG_PROMPT}", "tokens/s", rate, floor, PREFILL, is_rate=True)
 
-    def one_prompt(self, repeats: int = 3) -> Measurement:
-        seconds = median(self._first_token_after(self._prompts(1, LONG_PROMPT)[0]) for _ in range(repeats))
-        floor = self._shape.prefill_floor(LONG_PROMPT)
-        return self._measured(f"TTFT, {LONG_PROMPT} tokens", "ms", seconds * 1e3, floor * 1e3, ONE_PROMPT)
+    def one_prompt(self, num_tokens: int = LONG_PROMPT, repeats: int = 3) -> Measurement:
+        seconds = median(self._first_token_after(self._prompts(1, num_tokens)[0]) for _ in range(repeats))
+        floor = self._shape.prefill_floor(num_tokens)
+        peer = ONE_PROMPT if num_tokens == LONG_PROMPT else None
+        return self._measured(f"TTFT, {num_tokens} tokens", "ms", seconds * 1e3, floor * 1e3, peer)
 
     def prefix_hit(self, repeats: int = 5) -> Measurement:
         prompts = self._hits(repeats)

@@ -1,6 +1,6 @@
 """One step on a GPU, from packed inputs to tokens on their way to the host: as a graph where one is there."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -110,7 +110,7 @@ class CudaRunner:
         self._kv = kv
         self._inputs = inputs
         self._sampler = sampler
-        self._last_layers: Mapping[int, int] = {group.end - 1: number for number, group in enumerate(groups)}
+        self._last_layers = {group.end - 1 for group in groups}
         shape = (len(inputs.sampled), transformer.spec.vocab_size)
         self._logits = torch.zeros(shape, dtype=transformer.embedding.dtype, device=stream.device)
         self._graphs = StepGraphs(stream, shapes.graphed(), self._launch)
@@ -127,12 +127,13 @@ class CudaRunner:
             if packed.scored or packed.shape not in self._graphs:
                 return self._run_eagerly(packed, constrained)
             self._inputs.refill(packed)
-            self._graphs.replay(packed.shape)
+            marks: list[Mark] = []
+            self._graphs.replay(packed.shape, lambda: marks.append(self._stream.mark()))
             logits, logprobs = self._logits[: packed.shape.num_sequences], None
             forks = self._sampler.sample_forks(packed, logits, constrained)
             if not self._sampler.is_plain(packed):
                 logprobs = self._sampler.sample(packed, logits, constrained)
-            return self._ended(packed, (), logprobs, forks, ())
+            return self._ended(packed, marks, logprobs, forks, ())
 
     def _copy(self, copies: BlockCopies) -> None:
         """Whole blocks, behind the steps launched before and ahead of this one."""
@@ -143,20 +144,24 @@ class CudaRunner:
         copy_blocks(address, address, sources, destinations, span, LOCAL)
 
     @torch.inference_mode()
-    def _launch(self, shape: StepShape) -> None:
+    def _launch(self, shape: StepShape, on_group: Callable[[], None]) -> None:
         """All of a step in which the likeliest tokens are wanted, from fixed inputs to ``sampled``."""
         logits = self._logits[: shape.num_sequences]
-        self._head.into(self._transformer.forward(self._inputs.begin(shape), self._kv), logits)
+        on_layers = self._at_group_ends(on_group) if shape.has_long_prompts else None
+        self._head.into(self._transformer.forward(self._inputs.begin(shape), self._kv, on_layers), logits)
         self._inputs.sampled[: len(logits)].copy_(argmax(logits))
+
+    def _at_group_ends(self, on_group: Callable[[], None]) -> Callable[[int], None]:
+        def on_layers(layer: int) -> None:
+            if layer in self._last_layers:
+                on_group()
+
+        return on_layers
 
     def _run_eagerly(self, packed: PackedStep, constrained: ConstrainedStep | None) -> RunningStep:
         marks: list[Mark] = []
-
-        def layer_is_launched(layer: int) -> None:
-            if layer in self._last_layers:
-                marks.append(self._stream.mark())
-
-        hidden = self._transformer.forward(self._inputs.upload(packed), self._kv, layer_is_launched)
+        on_layers = self._at_group_ends(lambda: marks.append(self._stream.mark()))
+        hidden = self._transformer.forward(self._inputs.upload(packed), self._kv, on_layers)
         logits, logprobs = self._logits[: packed.shape.num_sequences], None
         self._head.into(hidden[: len(logits)], logits)
         forks = self._sampler.sample_forks(packed, logits, constrained)
@@ -164,7 +169,7 @@ class CudaRunner:
             self._inputs.sampled[: len(logits)].copy_(argmax(logits))
         else:
             logprobs = self._sampler.sample(packed, logits, constrained)
-        return self._ended(packed, tuple(marks), logprobs, forks, self._yields(packed, hidden[len(logits) :]))
+        return self._ended(packed, marks, logprobs, forks, self._yields(packed, hidden[len(logits) :]))
 
     def _yields(self, packed: PackedStep, hidden: Tensor) -> tuple[PromptYield, ...]:
         """``hidden`` are the rows of the scored chunks, one after the other."""
@@ -185,7 +190,7 @@ class CudaRunner:
     def _ended(
         self,
         packed: PackedStep,
-        marks: tuple[Mark, ...],
+        marks: list[Mark],
         logprobs: HostLogprobs | None,
         forks: HostDraws | None,
         yields: tuple[PromptYield, ...],
@@ -193,4 +198,4 @@ class CudaRunner:
         num_sampled = len(packed.sampled)
         token_ids = self._stream.host_memory(num_sampled, torch.int64)
         token_ids.copy_(self._inputs.sampled[:num_sampled], non_blocking=True)
-        return RunningStep(packed, marks, self._stream.mark(), HostDraws(token_ids, logprobs), forks, yields)
+        return RunningStep(packed, tuple(marks), self._stream.mark(), HostDraws(token_ids, logprobs), forks, yields)

@@ -19,7 +19,7 @@ from .loading import assemble
 from .rope import Rope
 from .step_inputs import StepInputs
 from .step_packing import StepPacker
-from .step_shapes import GRAPHED_PROMPTS, StepShapes
+from .step_shapes import FEW_PROMPTS, StepShapes
 from .transformer import Transformer
 from .warm_up import WarmUp
 
@@ -142,10 +142,10 @@ def empty_prompt(plan: EnginePlan, num_tokens: int, device: torch.device) -> Dev
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    none = [0] * (GRAPHED_PROMPTS - 1)
+    none = [0] * (FEW_PROMPTS - 1)
     zeros = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-    tables = torch.zeros(GRAPHED_PROMPTS, plan.layout.num_blocks_for(num_tokens), dtype=torch.int32, device=device)
+    tables = torch.zeros(FEW_PROMPTS, plan.layout.num_blocks_for(num_tokens), dtype=torch.int32, device=device)
     starts, lengths = ints(0, *none), ints(num_tokens, *none)
-    query_starts = ints(0, *[num_tokens] * GRAPHED_PROMPTS)
+    query_starts = ints(0, *[num_tokens] * FEW_PROMPTS)
     prompts = DevicePrompts(query_starts, starts, lengths, tables, False)
     return DeviceBatch(zeros, zeros, zeros - 1, None, prompts, ints(num_tokens - 1))

@@ -1,12 +1,16 @@
 """What a step needs of a GPU beside kernels: memory to copy from, events, graphs; thin, so that tests do without."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+Launch = Callable[[Callable[[], None]], None]
+"""Launches work, and calls what it is given at certain places between."""
 
 
 class Mark(Protocol):
@@ -30,8 +34,9 @@ class DeviceStream(Protocol):
 
     def mark(self) -> Mark: ...
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Record what ``launch`` launches; each call of the result launches it again, with the same addresses.
+    def capture(self, launch: Launch) -> Launch:
+        """Record what ``launch`` launches; the result launches it again, with the same addresses, and calls what it is
+        given at the same places.
 
         Graphs of one stream share their memory: what one leaves there lasts until another one runs.
         """
@@ -69,10 +74,28 @@ class CudaStream:
         event.record(self._stream)
         return CudaMark(event, self.device)
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, launch: Launch) -> Launch:
+        """A graph for each piece between two places."""
         with self.launching():
-            launch()  # once as it is: what is set up at first use can't be captured
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory, stream=self._stream):
-            launch()
-        return graph.replay
+            launch(_nothing)  # once as it is: what is set up at first use can't be captured
+        pieces: list[torch.cuda.CUDAGraph] = []
+        with ExitStack() as capturing:
+
+            def begin_piece() -> None:
+                capturing.close()
+                pieces.append(torch.cuda.CUDAGraph())
+                capturing.enter_context(torch.cuda.graph(pieces[-1], pool=self._graph_memory, stream=self._stream))
+
+            begin_piece()
+            launch(begin_piece)
+        return partial(_replay, pieces)
+
+
+def _nothing() -> None: ...
+
+
+def _replay(pieces: list[torch.cuda.CUDAGraph], between: Callable[[], None]) -> None:
+    for number, piece in enumerate(pieces):
+        if number:
+            between()
+        piece.replay()

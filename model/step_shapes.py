@@ -1,15 +1,19 @@
 """The sizes that steps on a GPU come in: few, so that graphs and kernels for all are there before the first request."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 SHORT_PROMPT = 32
 """Chunks of at most so many tokens are attended to like decode rows: the context is split, since queries are few."""
 MAX_SHORT_PROMPTS = 32
-GRAPHED_PROMPTS = 4
-GRAPHED_TOKENS = (16, 32, 64, 128)
-PROMPT_NUMBERS = (GRAPHED_PROMPTS, MAX_SHORT_PROMPTS)
+FEW_PROMPTS = 4
+PROMPT_NUMBERS = (FEW_PROMPTS, MAX_SHORT_PROMPTS)
+GRAPHED_SHORT = {FEW_PROMPTS: (16, 32, 64, 128)}
+GRAPHED_LONG = {FEW_PROMPTS: (64, *range(128, 1025, 128)), MAX_SHORT_PROMPTS: (256, 512, 768, 1024)}
+"""Tokens that steps of prompts alone are padded to, by the number of prompts: larger steps keep the device busy for
+longer than it takes to launch them kernel by kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,11 @@ class StepShape:
     def num_sequences(self) -> int:
         return self.num_decodes + self.num_prompts
 
+    @property
+    def has_long_prompts(self) -> bool:
+        """Whether there is enough to compute that KV is worth shipping before the end."""
+        return self.num_prompts > 0 and not self.is_short
+
 
 @dataclass(frozen=True, slots=True)
 class StepShapes:
@@ -46,7 +55,7 @@ class StepShapes:
 
     @property
     def prompt_ladder(self) -> list[int]:
-        return [*(size for size in PROMPT_NUMBERS if size < self.max_num_seqs), max(self.max_num_seqs, GRAPHED_PROMPTS)]
+        return [*(size for size in PROMPT_NUMBERS if size < self.max_num_seqs), max(self.max_num_seqs, FEW_PROMPTS)]
 
     @property
     def max_sequences(self) -> int:
@@ -57,18 +66,23 @@ class StepShapes:
         num_decodes = _next(num_decodes, self.decode_ladder)
         num_prompts, num_tokens = _next(len(prompt_tokens), self.prompt_ladder), sum(prompt_tokens)
         is_short = 0 < num_prompts <= MAX_SHORT_PROMPTS and max(prompt_tokens) <= SHORT_PROMPT
-        if is_short and num_decodes == 0 and num_prompts == GRAPHED_PROMPTS:
-            num_tokens = _next(num_tokens, list(GRAPHED_TOKENS))
+        graphed = _graphed_tokens(num_prompts, is_short)
+        if num_decodes == 0 and graphed and num_tokens <= graphed[-1]:
+            num_tokens = _next(num_tokens, graphed)
         return StepShape(num_decodes, num_prompts, num_decodes + num_tokens, is_short)
 
-    def graphed(self) -> Iterator[StepShape]:
+    def graphed(self) -> list[StepShape]:
         """Those that get a graph, largest first: the smaller ones find their memory in the largest one's."""
-        for size in reversed(self.decode_ladder):
-            yield StepShape(size, 0, size, False)
-        for num_tokens in reversed(GRAPHED_TOKENS):
-            yield StepShape(0, GRAPHED_PROMPTS, num_tokens, True)
+        shapes = [StepShape(size, 0, size, False) for size in self.decode_ladder]
+        for number, is_short in product(self.prompt_ladder, (True, False)):
+            shapes += [StepShape(0, number, tokens, is_short) for tokens in _graphed_tokens(number, is_short)]
+        return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
 
 
-def _next(size: int, ladder: list[int]) -> int:
+def _graphed_tokens(num_prompts: int, is_short: bool) -> Sequence[int]:
+    return (GRAPHED_SHORT if is_short else GRAPHED_LONG).get(num_prompts, ())
+
+
+def _next(size: int, ladder: Sequence[int]) -> int:
     """The next size of the ladder; 0 stays 0."""
     return ladder[bisect_left(ladder, size)] if size else 0

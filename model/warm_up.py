@@ -124,9 +124,9 @@ def kinds_of_shapes(shapes: StepShapes) -> Iterator[StepShape]:
     """One for each way in which attention is compiled: prompts by their number, short prompts, decodes."""
     for number in reversed(shapes.prompt_ladder):
         yield StepShape(0, number, number, False)
-    graphed = list(shapes.graphed())
+    graphed = shapes.graphed()
     yield next(shape for shape in graphed if shape.is_short)
-    yield next(shape for shape in graphed if not shape.is_short)
+    yield next(shape for shape in graphed if shape.num_decodes)
 
 
 def empty_batch(shape: StepShape, max_blocks: int, device: torch.device) -> DeviceBatch:

@@ -19,7 +19,7 @@ from crossdock.core.config import CHUNK_TOKENS  # noqa: E402
 from crossdock.core.prefix_cache import PrefixCache  # noqa: E402
 from crossdock.model.cpu_executor import CpuExecutor  # noqa: E402
 from crossdock.model.cuda_startup import build_executor, build_network  # noqa: E402
-from crossdock.model.device_stream import CudaStream, DeviceStream, Mark  # noqa: E402
+from crossdock.model.device_stream import CudaStream, DeviceStream, Launch, Mark  # noqa: E402
 from crossdock.model.engine_plan import BuiltEngine, EnginePlan  # noqa: E402
 from crossdock.model.grammar import Grammars  # noqa: E402
 from crossdock.model.kv_tensors import KvTensors  # noqa: E402
@@ -47,7 +47,7 @@ class ImmediateStream:
     def mark(self) -> Mark:
         return Passed()
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, launch: Launch) -> Launch:
         return launch
 
 

@@ -100,7 +100,7 @@ def ids_of(answers: Seq[Answer]) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_gives_the_greedy_tokens_of_the_cpu(family: str) -> None:
-    """Prompts that fit a graph, that need several chunks, that wait for others, and one of a single token."""
+    """Prompts short and long that fit a graph, that need two chunks, that wait for others, one of a single token."""
     plan, prompts = plan_of(family), [prompt(n, n) for n in (7, 52, 1, 17)]
     with gpu_engine(plan) as engine:
         assert ids_of(engine.generate(prompts, GREEDY)) == ids_of(on_cpu(plan, prompts, [GREEDY] * 4))
@@ -180,6 +180,7 @@ def test_a_request_without_numbers_ends_and_those_beside_and_after_it_get_their_
 
 
 def test_layer_groups_are_announced_while_a_step_runs_and_the_loop_is_woken() -> None:
+    """That of a prompt alone is a graph a group."""
     woken: list[int] = []
     plan = replace(plan_of(), wake=lambda: woken.append(1))
     with gpu_engine(plan) as engine:

@@ -15,16 +15,33 @@ def test_a_step_of_few_short_prompts_is_padded_to_a_shape_that_has_a_graph() -> 
     shapes = StepShapes(256)
     short = shapes.padded(0, [32, 7])
     assert short == StepShape(0, 4, 64, is_short=True)
-    assert short in set(shapes.graphed())
-    assert shapes.padded(0, [32] * 4) in set(shapes.graphed())
+    assert short in shapes.graphed()
+    assert shapes.padded(0, [32] * 4) in shapes.graphed()
+
+
+def test_a_step_of_prompts_alone_is_padded_to_a_shape_that_has_a_graph_up_to_1024_tokens() -> None:
+    shapes = StepShapes(256)
+    assert shapes.padded(0, [33]) == StepShape(0, 4, 64, is_short=False)
+    assert shapes.padded(0, [512, 8]) == StepShape(0, 4, 640, is_short=False)
+    assert shapes.padded(0, [64] * 5) == StepShape(0, 32, 512, is_short=False)
+    assert all(
+        shapes.padded(0, tokens) in shapes.graphed() for tokens in ([33], [512, 8], [1024], [64] * 5, [32, 33] * 15)
+    )
+    assert shapes.padded(0, [1025]) == StepShape(0, 4, 1025, is_short=False)
 
 
 def test_other_prompts_keep_their_tokens() -> None:
     shapes = StepShapes(256)
-    assert shapes.padded(0, [33]) == StepShape(0, 4, 33, is_short=False)
+    assert shapes.padded(3, [33]) == StepShape(4, 4, 37, is_short=False)
     assert shapes.padded(3, [32, 7]) == StepShape(4, 4, 43, is_short=True)
     assert shapes.padded(0, [8] * 5) == StepShape(0, 32, 40, is_short=True)
     assert shapes.padded(0, [2] * 33) == StepShape(0, 256, 66, is_short=False)
+
+
+def test_graphs_are_as_few_as_start_up_can_bear_and_the_largest_come_first() -> None:
+    shapes = StepShapes(256).graphed()
+    assert [len([s for s in shapes if s.num_prompts == number]) for number in (0, 4, 32)] == [35, 13, 4]
+    assert [shape.num_tokens for shape in shapes[:4]] == [1024, 1024, 896, 768]
 
 
 def test_no_step_has_more_sequences_than_the_largest_shapes_together() -> None:
