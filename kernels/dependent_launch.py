@@ -13,13 +13,14 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 FIRST_CAPABILITY = (9, 0)
+NOT_EARLY = {"EARLY": False}
 
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """How to launch a kernel that calls `let_next_start` and `wait_for_previous` and has a parameter ``EARLY``."""
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
-        return {"EARLY": False}
+        return NOT_EARLY
     return {"EARLY": True, "launch_pdl": True}
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from .dependent_launch import NOT_EARLY, dependent_launch, let_next_start, wait_for_previous
 from .hopper_attention import fits_hopper, hopper_prefill_attention
 from .split_context import ITEM_FIELDS, DecodeWorkspace, add_parts, num_items
 
@@ -55,7 +55,7 @@ def decode_attention(
     kinds = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "MAX_QUERY_LEN": workspace.max_query_len,
         "HAS_QUERY_STARTS": query_starts is not None, "HEAD_DIM": head_dim, "BLOCK_ROWS": block_rows,
-        "BLOCK_D": block_d, **dependent_launch(q.device),
+        "BLOCK_D": block_d, **_launch_kind(q, len(lengths)),
     }  # fmt: skip
     _decode_attention[(num_items(len(lengths), workspace) * num_kv_heads,)](
         q, kv, queries, block_tables, lengths, out,
@@ -117,6 +117,15 @@ def prefill_tile(group: int, row_bytes: int) -> tuple[int, int, int, int]:
     """``BLOCK_M, BLOCK_N, num_warps, num_stages``, likewise."""
     block_m, block_n, num_stages = (128, 128, 3) if row_bytes <= 256 else (64, 32, 2)
     return max(block_m, triton.next_power_of_2(group)), block_n, 8, num_stages
+
+
+def _launch_kind(q: Tensor, num_rows: int) -> dict[str, bool]:
+    """One row alone is not started early, nor does it let the next kernel start.
+
+    The products of one row that follow fill the chip with programs that wait: on an H200 that made a step of the 8B
+    shape take 5.0 ms instead of 4.0. With two rows an early start gains 3 %, from eight on nothing is lost or gained.
+    """
+    return dependent_launch(q.device) if num_rows > 1 else NOT_EARLY
 
 
 def _to_base_2(scale: float, softcap: float) -> tuple[float, float]:

@@ -121,12 +121,12 @@ def _sampling(head: object, hidden: Tensor) -> Iterator[Work]:
 
 
 def kinds_of_shapes(shapes: StepShapes) -> Iterator[StepShape]:
-    """One for each way in which attention is compiled: prompts by their number, short prompts, decodes."""
+    """One for each way in which attention is compiled: prompts by their number, short prompts, decodes, one decode."""
     for number in reversed(shapes.prompt_ladder):
         yield StepShape(0, number, number, False)
-    graphed = shapes.graphed()
-    yield next(shape for shape in graphed if shape.is_short)
-    yield next(shape for shape in graphed if shape.num_decodes)
+    yield next(shape for shape in shapes.graphed() if shape.is_short)
+    for size in dict.fromkeys((shapes.max_num_seqs, 1)):  # one row alone is launched in another way
+        yield StepShape(size, 0, size, False)
 
 
 def empty_batch(shape: StepShape, max_blocks: int, device: torch.device) -> DeviceBatch:

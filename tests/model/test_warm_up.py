@@ -20,6 +20,7 @@ def test_prompts_are_compiled_for_each_number_and_all_that_has_a_graph_once() ->
         StepShape(0, 4, 4, is_short=False),
         StepShape(0, 4, 128, is_short=True),
         StepShape(256, 0, 256, is_short=False),
+        StepShape(1, 0, 1, is_short=False),
     ]
 
 
