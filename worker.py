@@ -261,7 +261,7 @@ class Worker:
     def _listen(self, seconds: float) -> None:
         """Wait for at most ``seconds``; handle all that has arrived, then keep the deadlines."""
         if seconds > 0:
-            self._poller.poll(round(seconds * 1000))
+            self._links.wait(self._poller, seconds)
             self._clear_wake()
         now = time.monotonic()
         for mailbox in self._mailboxes:

@@ -32,7 +32,10 @@ MAX_TOKENS = {"cpu": 2048, "cuda": 65_536}
 BATCHES = {"cpu": 3, "cuda": 31}
 CONTEXTS = {"cpu": 64, "cuda": 1024}
 STEPS = {"cpu": 40, "cuda": 400}
-LINK_HEAD = f"{'link':<10}{'variant':>14}{'tokens':>8}{'at once':>9}{'GB/s':>9}{'of limit':>10}{'ms':>10}"
+LINK_HEAD = (
+    f"{'link':<10}{'variant':>14}{'tokens':>8}{'at once':>9}{'GB/s':>9}{'of limit':>10}{'ms':>10}{'copied':>10}"
+    f"{'us a push':>11}"
+)
 WORKER_HEAD = (
     f"{'workers':<10}{'tokens':>8}{'at once':>9}{'TTFT ms':>9}{'exposed ms':>12}{'seen':>7}{'share':>8}{'seen':>7}"
     f"{'tokens/s alone':>16}{'shipping':>10}{'slowed':>8}{'ITL p50/p99 quiet':>19}{'busy':>14}{'p99':>8}"
@@ -64,8 +67,9 @@ class Report:
 
 def link_line(row: LinkRow, limit: float) -> str:
     share = row.gigabytes_per_second / limit
-    rate = f"{row.gigabytes_per_second:9.2f}{share:10.0%}{row.milliseconds:10.2f}"
-    return f"{row.transport:<10}{row.variant:>14}{row.num_tokens:8}{row.num_at_once:9}{rate}"
+    rate = f"{row.gigabytes_per_second:9.2f}{share:10.1%}{row.milliseconds:10.2f}"
+    sender = f"{row.copied_ms:10.2f}{row.push_us:11.0f}"
+    return f"{row.transport:<10}{row.variant:>14}{row.num_tokens:8}{row.num_at_once:9}{rate}{sender}"
 
 
 def worker_line(row: WorkerRow) -> str:

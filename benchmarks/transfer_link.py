@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from statistics import median
 
 import numpy as np
 import torch
@@ -66,7 +65,11 @@ class CopyVariant:
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:
-    """``variant`` says what differs from what workers do."""
+    """``variant`` says what differs from what workers do.
+
+    Of ``milliseconds`` the loop of the sender spends ``push_us`` on each push, and knows after ``copied_ms`` that all
+    copies have ended.
+    """
 
     transport: str
     variant: str
@@ -74,6 +77,17 @@ class LinkRow:
     num_at_once: int
     gigabytes_per_second: float
     milliseconds: float
+    copied_ms: float
+    push_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds since the first push: all are begun, no copy is under way any more, the receiver has everything."""
+
+    pushed: float
+    copied: float
+    landed: float
 
 
 class LinkFailed(RuntimeError):
@@ -141,8 +155,8 @@ class Side:
         programs, warps, kib, stages = variant.numbers
         self.transport.shape = CopyShape(programs, warps, kib << 10, stages, variant.name.endswith("s"))
 
-    def turn(self, milliseconds: int, take: Callable[[Delivery], None]) -> None:
-        self.poller.poll(milliseconds)
+    def turn(self, seconds: float, take: Callable[[Delivery], None]) -> None:
+        self.links.wait(self.poller, seconds)
         for mailbox in (self.mailbox, *self.links.inboxes):
             while (delivery := mailbox.receive()) is not None:
                 if not self.links.handle(delivery, time.monotonic()):
@@ -157,6 +171,7 @@ def be_decode(setting: Setting, parent: Connection) -> None:
     sender, router = parent.recv()
     side.links.update(router, [sender, side.info], time.monotonic())
     num_awaited = num_landed = 0
+    deadline = 0.0
 
     def take(delivery: Delivery) -> None:
         nonlocal num_landed
@@ -166,16 +181,18 @@ def be_decode(setting: Setting, parent: Connection) -> None:
             num_landed += len(delivery.message.blocks)
 
     while True:
-        side.turn(0 if num_awaited else 1, take)
-        if num_awaited and num_landed == num_awaited:
-            parent.send(time.monotonic())
-            num_awaited = num_landed = 0
+        while num_awaited and time.monotonic() < deadline:
+            side.turn(0.0, take)
+            if num_landed == num_awaited:
+                parent.send(time.monotonic())
+                num_awaited = num_landed = 0
+        side.turn(0.001, take)
         if parent.poll():
             order = parent.recv()
             if order is None:
                 return
             if isinstance(order, int):
-                num_awaited = order
+                num_awaited, deadline = order, time.monotonic() + MAX_PUSH_SECONDS
             else:
                 parent.send(side.memory.checksums(order))
 
@@ -188,11 +205,13 @@ class Pair:
     decode: PeerInfo
     child: Connection
 
-    def seconds(self, work: Work) -> float:
-        return median(self._push_all(work) for _ in range(NUM_ROUNDS))
+    def timed(self, work: Work) -> Timed:
+        """The round of median length."""
+        rounds = sorted((self._push_all(work) for _ in range(NUM_ROUNDS)), key=lambda timed: timed.landed)
+        return rounds[NUM_ROUNDS // 2]
 
-    def _push_all(self, work: Work) -> float:
-        """Seconds from the first push until all has landed. Raises `LinkFailed` if that is not what was sent."""
+    def _push_all(self, work: Work) -> Timed:
+        """Raises `LinkFailed` if that which has landed is not what was sent."""
         side = self.side
         num_blocks, a_prompt = work.num_blocks, work.num_blocks // work.num_at_once
         sources = random.sample(range(side.setting.num_blocks), num_blocks)
@@ -212,15 +231,22 @@ class Pair:
                     transport="",
                 )
                 side.links.push(self.decode.peer, header, sources[piece])
+        pushed = time.monotonic()
+        self._let_copies_end(pushed + MAX_PUSH_SECONDS)
+        copied = time.monotonic()
         while not self.child.poll():
-            side.turn(0, _nothing_comes)
-            if time.monotonic() - begun > MAX_PUSH_SECONDS:
+            side.turn(0.001, _nothing_comes)
+            if time.monotonic() > pushed + MAX_PUSH_SECONDS:
                 raise LinkFailed(f"{work} had not landed after {MAX_PUSH_SECONDS:.0f} s")
         landed: float = self.child.recv()
         self.child.send(destinations)
         if self.child.recv() != side.memory.checksums(sources):
             raise LinkFailed(f"{work}: what landed is not what was sent")
-        return landed - begun
+        return Timed(pushed - begun, copied - begun, landed - begun)
+
+    def _let_copies_end(self, deadline: float) -> None:
+        while self.side.links.is_copying and time.monotonic() < deadline:
+            self.side.turn(0.001, _nothing_comes)
 
 
 def _nothing_comes(delivery: Delivery) -> None:
@@ -243,7 +269,7 @@ def linked(setting: Setting) -> Iterator[Pair]:
         pair = Pair(side, decode, here)
         end = time.monotonic() + MAX_PROBE_SECONDS
         while (told := router.receive()) is None:
-            side.turn(1, _nothing_comes)
+            side.turn(0.001, _nothing_comes)
             if time.monotonic() > end:
                 raise LinkFailed(f"no link within {MAX_PROBE_SECONDS:.0f} s")
         assert isinstance(told.message, Link), "nothing else is told to a router"
@@ -268,7 +294,14 @@ def measure_link(setting: Setting, works: Sequence[Work], variants: Sequence[Cop
             if variant is not None:
                 pair.side.vary(variant)
             for work in works:
-                seconds = pair.seconds(work)
-                rate = work.num_blocks * setting.layout.block_bytes / seconds / 1e9
-                name = variant.name if variant is not None else label
-                yield LinkRow(setting.transport, name, work.num_tokens, work.num_at_once, rate, 1e3 * seconds)
+                timed = pair.timed(work)
+                yield LinkRow(
+                    setting.transport,
+                    variant.name if variant is not None else label,
+                    work.num_tokens,
+                    work.num_at_once,
+                    work.num_blocks * setting.layout.block_bytes / timed.landed / 1e9,
+                    1e3 * timed.landed,
+                    1e3 * timed.copied,
+                    1e6 * timed.pushed / (NUM_GROUPS * work.num_at_once),
+                )

@@ -5,6 +5,7 @@ the computation beside it.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -32,6 +33,10 @@ class CopyShape:
 LINK = CopyShape(24)
 """To another GPU. A program moves 22 GB/s (measured on H200s), so 16 nearly fill the NVLinks and these do."""
 LOCAL = CopyShape(264)
+
+
+_compiled: dict[tuple[object, ...], Any] = {}
+"""What Triton has made for such arguments; to find it again takes Triton longer than to launch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +107,21 @@ def _launch(
     num_items = len(listed) * num_tiles
     if num_items == 0:
         return
+    lists = [listed if blocks is None else blocks for blocks in (source_blocks, destination_blocks)]
+    sizes = (source_stride // WORD_BYTES, destination_stride // WORD_BYTES, span.size // WORD_BYTES)
+    constants = (
+        source_blocks is not None, destination_blocks is not None, shape.tile_bytes // WORD_BYTES, shape.num_stages,
+        "evict_first" if shape.is_streaming else "",
+    )  # fmt: skip
+    arguments = (source, destination, *lists, *sizes, num_tiles, num_items, *constants)
+    alignments = (blocks.data_ptr() % 16 for blocks in lists)
+    key = (listed.device, shape.num_warps, *alignments, *sizes, *constants)
+    grid = (min(shape.num_programs, num_items), 1, 1)
     with torch.cuda.device_of(listed):
-        _copy_spans[(min(shape.num_programs, num_items),)](
-            source, destination,
-            listed if source_blocks is None else source_blocks,
-            listed if destination_blocks is None else destination_blocks,
-            source_stride // WORD_BYTES, destination_stride // WORD_BYTES, span.size // WORD_BYTES,
-            num_tiles, num_items,
-            FROM_LIST=source_blocks is not None, TO_LIST=destination_blocks is not None,
-            TILE=shape.tile_bytes // WORD_BYTES, STAGES=shape.num_stages,
-            EVICTION="evict_first" if shape.is_streaming else "",
-            num_warps=shape.num_warps,
-        )  # fmt: skip
+        if (compiled := _compiled.get(key)) is not None:
+            compiled[grid](*arguments)
+        else:
+            _compiled[key] = _copy_spans[grid](*arguments, num_warps=shape.num_warps)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_items"])

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.kv_layout import KvLayout, LayerGroup
@@ -17,12 +18,18 @@ from .pool_bytes import PoolMemory
 
 LIST_ALIGNMENT = 4
 """Entries: kernels are compiled for addresses that are multiples of 16 bytes."""
+MAX_LISTS = 256
+"""Uploads that are kept, so that the layer groups of a transfer share theirs: more than transfers go side by side."""
 STAGING_BYTES = 128 << 20
 """Of a piece that is staged in a GPU's memory: starting to send one costs little beside its time on the link."""
 
 
 class Mark(Protocol):
     """A point in a stream."""
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether all that was launched before has run."""
 
     def synchronize(self) -> None:
         """Wait until all that was launched before has run."""
@@ -61,6 +68,7 @@ class DevicePool(PoolMemory):
         shape = (self.num_blocks, layout.num_layers, layout.layer_bytes)
         self.tensor = tensor.view(-1).view(torch.uint8).view(shape)
         self.stream = stream
+        self._uploads: dict[tuple[bytes, ...], list[Tensor]] = {}
 
     def read(self, blocks: Sequence[int], layers: LayerGroup) -> bytes:
         with self.stream.launching():
@@ -113,10 +121,23 @@ class DevicePool(PoolMemory):
         return self.block_lists(blocks)[0]
 
     def block_lists(self, *lists: Sequence[int]) -> list[Tensor]:
-        """`block_list` of several in one upload, each at an address that suits every kernel that was compiled."""
-        starts = list(accumulate((-(-len(blocks) // LIST_ALIGNMENT) * LIST_ALIGNMENT for blocks in lists), initial=0))
-        staging = self.stream.host_memory(starts[-1], torch.int32)
-        for start, blocks in zip(starts, lists, strict=False):
-            staging.numpy()[start : start + len(blocks)] = blocks
+        """`block_list` of several in one upload, each at an address that suits every kernel that was compiled.
+
+        Lists that were asked for lately are on the device still.
+        """
+        arrays = [np.array(blocks, np.int32) for blocks in lists]
+        key = tuple(array.tobytes() for array in arrays)
+        if key not in self._uploads:
+            if len(self._uploads) == MAX_LISTS:
+                del self._uploads[next(iter(self._uploads))]  # its memory goes on to what this stream runs later
+            self._uploads[key] = self._upload(arrays)
+        return self._uploads[key]
+
+    def _upload(self, arrays: Sequence[NDArray[np.int32]]) -> list[Tensor]:
+        ends = list(accumulate(-(-len(array) // LIST_ALIGNMENT) * LIST_ALIGNMENT for array in arrays))
+        staging = self.stream.host_memory(ends[-1], torch.int32)
+        starts = [0, *ends[:-1]]
+        for start, array in zip(starts, arrays, strict=True):
+            staging.numpy()[start : start + len(array)] = array
         uploaded = staging.to(self.stream.device, non_blocking=True)
-        return [uploaded[start : start + len(blocks)] for start, blocks in zip(starts, lists, strict=False)]
+        return [uploaded[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
+import zmq
 from msgspec.structs import replace
 
 from ..core.block_pool import BlockPool, OutOfBlocks
@@ -40,6 +41,11 @@ from .transport import POOL_WRITERS, BlockCopy, Copying, Inbox, LinkDown, NotRea
 
 _log = logging.getLogger("crossdock.links")
 
+GLANCE_SECONDS = 20e-6
+"""From one look for the end of a copy to the next; threads that wait for the interpreter get it meanwhile.
+
+Until a thread that waits for the copy had got it, once the loop has something to do, 5 ms could pass.
+"""
 PROBE_BYTES = 4 << 20
 DIGEST_BYTES = 32
 
@@ -118,6 +124,16 @@ class Links:
                 self._meet(peer, card)
         for link in [*self._refused.values(), *(probe.link for probe in self._probes.values())]:
             self._report(link)
+
+    def wait(self, poller: zmq.Poller, seconds: float) -> None:
+        """Until something arrives that ``poller`` knows, for at most ``seconds``.
+
+        It is for a moment where `sweep` has to look for the end of a copy.
+        """
+        if all(_wakes(waiting[0]) for waiting in self._held_back.values()):
+            poller.poll(round(1000 * seconds))
+        elif not poller.poll(0):
+            time.sleep(GLANCE_SECONDS)
 
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
         """Bring layer group ``header.group`` of own blocks to ``header.blocks``. Raises `TransferFailed`."""
@@ -349,6 +365,10 @@ class Links:
     def _report(self, link: Link | None) -> None:
         if self._router is not None and link is not None:
             self.send(self._router, link)
+
+
+def _wakes(first: Copying | _Waiting) -> bool:
+    return isinstance(first, _Waiting) or first.wakes
 
 
 def _told(tried: Iterable[TriedTransport]) -> str:

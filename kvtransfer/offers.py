@@ -44,7 +44,7 @@ def offers_of_host(pool: PoolBytes, shared: SharedPool, owner: Owner) -> Offers:
 def offers_of_gpu(pool: "DevicePool", owner: Owner) -> Offers:
     from .cuda_ipc import CudaIpcTransport  # triton, which only machines with a GPU have
 
-    offers = {"cuda_ipc": lambda: CudaIpcTransport(pool, owner.wake), **_offers_of_any(pool, owner)}
+    offers = {"cuda_ipc": lambda: CudaIpcTransport(pool), **_offers_of_any(pool, owner)}
     try:
         library = NcclLibrary()
     except NoNccl as error:

@@ -51,6 +51,7 @@ class PackingPieces:
     to: Peer
     pieces: Pieces
     progress: Callable[[], None]
+    wakes = True
 
     @property
     def is_done(self) -> bool:

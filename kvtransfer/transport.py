@@ -61,10 +61,14 @@ class Inbox(Protocol):
 
 
 class Copying(Protocol):
-    """A copy that is still under way; its end wakes the loop."""
+    """A copy that is still under way."""
 
     @property
     def is_done(self) -> bool: ...
+
+    @property
+    def wakes(self) -> bool:
+        """Whether its end wakes the loop, which must look for it else."""
 
     def wait(self) -> None:
         """Until it is done. Raises `TransferFailed` where that takes too long."""

@@ -16,6 +16,10 @@ Launch = Callable[[Callable[[], None]], None]
 class Mark(Protocol):
     """A point in a stream."""
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether all that was launched before has run."""
+
     def synchronize(self) -> None:
         """Wait until all that was launched before has run."""
 
@@ -48,6 +52,10 @@ class CudaMark:
 
     event: torch.cuda.Event
     device: torch.device
+
+    @property
+    def is_passed(self) -> bool:
+        return bool(self.event.query())
 
     def synchronize(self) -> None:
         """On this device: a thread that knows none would set up another one for itself, half a GiB there."""

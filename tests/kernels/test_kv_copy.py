@@ -1,6 +1,8 @@
 """Copies of listed blocks, every byte checked, also those that must stay."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -72,3 +74,41 @@ def test_spans_longer_than_a_tile_are_copied_to_their_end() -> None:
 
 def test_no_blocks_are_no_launch() -> None:
     assert kv_copy.gather_blocks(random_pool(1), blocks_of(), range(4)).shape == (0, 4, LAYER_BYTES)
+
+
+class Recorded:
+    """A kernel, or what was compiled of it, that counts its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.num_launches = 0
+        self.compiled: list[Recorded] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., "Recorded"]:
+        def launch(*arguments: object, **options: int) -> Recorded:
+            self.num_launches += 1
+            self.kernel[grid](*arguments, **options)
+            self.compiled.append(Recorded(self.kernel))
+            return self.compiled[-1]
+
+        return launch
+
+
+def test_what_was_compiled_once_is_launched_as_it_is_with_other_blocks_in_other_pools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = Recorded(kv_copy._copy_spans)
+    monkeypatch.setattr(kv_copy, "_copy_spans", kernel)
+    monkeypatch.setattr(kv_copy, "_compiled", {})
+    expected = random_pool(2)
+    destination = expected.clone()
+    for seed, sources, destinations in [(1, (4, 2), (1, 0)), (3, (0, 5, 1), (3, 5, 2))]:
+        source = random_pool(seed)
+        for layers in (range(1, 3), range(1)):
+            lists = blocks_of(*sources), blocks_of(*destinations)
+            span = kv_copy.layer_span(source, layers)
+            kv_copy.copy_blocks(source.data_ptr(), destination.data_ptr(), *lists, span, CopyShape(2))
+            expected[list(destinations), layers.start : layers.stop] = source[list(sources), layers.start : layers.stop]
+    assert torch.equal(destination, expected)
+    assert kernel.num_launches == 2, "one for each number of layers"
+    assert [compiled.num_launches for compiled in kernel.compiled] == [1, 1]

@@ -87,7 +87,7 @@ class Side:
 
     def _transport(self, name: str) -> Transport:
         if name == "cuda_ipc":
-            return CudaIpcTransport(self.pool, lambda: None)
+            return CudaIpcTransport(self.pool)
         from crossdock.kvtransfer.ucx import UcxTransport
 
         return UcxTransport(self.pool, self.me, KEY, patience_seconds=30.0)

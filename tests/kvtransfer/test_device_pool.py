@@ -55,6 +55,18 @@ def test_lists_for_kernels_lie_at_addresses_that_suit_them_all(pool: DevicePool)
     assert [blocks.data_ptr() % 16 for blocks in (lists[0], lists[2])] == [0, 0]
 
 
+def test_lists_that_were_asked_for_lately_are_on_the_device_still(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.kvtransfer.device_pool.MAX_LISTS", 2)
+    first = pool.block_lists([5, 1], [0])
+    assert pool.block_lists((5, 1), range(1)) is first
+    assert [blocks.tolist() for blocks in pool.block_lists([5], [1, 0])] == [[5], [1, 0]]
+    assert pool.block_lists([5, 1], [0]) is first
+    pool.block_list([3])
+    assert pool.block_lists([5, 1], [0]) is not first, "the oldest has made room"
+
+
 def test_its_groups_are_those_of_a_pool_in_host_memory(pool: DevicePool) -> None:
     assert pool.groups == (LayerGroup(0, 2), LayerGroup(2, 4))
     assert pool.group_bytes == (2 * LAYOUT.layer_bytes, 2 * LAYOUT.layer_bytes)

@@ -4,10 +4,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from crossdock.core.block_pool import BlockPool
 from crossdock.core.kv_layout import KvLayout
@@ -89,7 +91,7 @@ class LazyCopy:
 
     def __init__(self, copy: Callable[[], None]) -> None:
         self._copy = copy
-        self.is_done = False
+        self.is_done = self.wakes = False
 
     def wait(self) -> None:
         if not self.is_done:
@@ -338,6 +340,36 @@ def test_a_commit_that_waited_for_a_copy_counts_the_wait_as_exposed(
     assert (was_copying, prefill.links.is_copying) == (True, False)
     told = [delivery.message for delivery in decode.arrived if isinstance(delivery.message, Commit)]
     assert [message.exposed_seconds for message in told] == [0.75, 0.25]
+
+
+class NotedPoller(zmq.Poller):
+    """Notes for how many milliseconds it was to wait, and waits for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float | None] = []
+
+    def poll(self, timeout: float | None = None) -> list[tuple[Any, int]]:
+        self.waits.append(timeout)
+        return []
+
+
+def test_the_loop_sleeps_for_a_moment_only_while_it_has_to_look_for_the_end_of_a_copy(cluster: Cluster) -> None:
+    prefill, decode = cluster.add("p", Role.PREFILL, "lazy"), cluster.add("d", Role.DECODE, "lazy")
+    cluster.meet()
+    cluster.run_until(cluster.post.links_told)
+    (transport,) = (made for made in prefill.links._transports.values() if isinstance(made, LazyTransport))
+    transport.copies.clear()
+    poller = NotedPoller()
+    prefill.links.wait(poller, 0.5)
+    prefill.links.push(decode.me, header(0, [9]), [2])
+    prefill.links.wait(poller, 0.5)
+    transport.copies[0].wakes = True
+    prefill.links.wait(poller, 0.5)
+    transport.copies[0].wait()
+    cluster.turn()
+    prefill.links.wait(poller, 0.5)
+    assert poller.waits == [500, 0, 500, 500]
 
 
 def test_a_peer_on_another_host_is_reached_by_tcp(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
