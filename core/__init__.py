@@ -15,5 +15,6 @@
 ``gguf_header``    the metadata of a GGUF file
 ``gguf_config``    the same as a Hugging Face config
 ``part``           the protocol between the engine and its two parts
+``unfit``          which requests a worker can never serve
 =================  ====================================================================================
 """

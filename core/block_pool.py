@@ -5,11 +5,11 @@
 * leased: somebody holds references to it;
 * quarantined: nobody's, but a transfer that can't be stopped may still write to it.
 
-Every operation costs O(1) a block. A misuse is a fault of this program and an assertion.
+Every operation takes many blocks at once and costs O(1) for each. A misuse is a fault of this program and an assertion.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .messages import PoolBooks
 
@@ -23,14 +23,14 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.on_evict: Callable[[int, bytes], None] = lambda block, block_hash: None
-        """Called when a block loses its hash, before it can be used for anything else."""
+        self.on_evict: Callable[[list[int], list[bytes]], None] = lambda blocks, hashes: None
+        """Called when blocks lose their hashes, before they can be used for anything else."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._quarantined: set[int] = set()
         self._num_references = [0] * num_blocks
         self._num_leased = 0
-        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._hashes: dict[int, bytes] = {}
 
     @property
     def num_available(self) -> int:
@@ -44,29 +44,31 @@ class BlockPool:
         """
         if num_blocks > self.num_available:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.num_available} of {self.num_blocks} available")
-        return [self._take_one() for _ in range(num_blocks)]
+        num_kept = max(0, len(self._free) - num_blocks)
+        blocks = self._free[num_kept:][::-1]
+        del self._free[num_kept:]
+        if len(blocks) < num_blocks:
+            blocks += self._evict(num_blocks - len(blocks))
+        for block in blocks:
+            self._num_references[block] = 1
+        self._num_leased += num_blocks
+        return blocks
 
-    def _take_one(self) -> int:
-        block = self._free.pop() if self._free else self._evict()
-        self._num_references[block] = 1
-        self._num_leased += 1
-        return block
+    def _evict(self, num_blocks: int) -> list[int]:
+        next_one = self._cached.popitem
+        blocks = [next_one(last=False)[0] for _ in range(num_blocks)]
+        self.on_evict(blocks, list(map(self._hashes.pop, blocks)))
+        return blocks
 
-    def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        block_hash = self._hashes[block]
-        assert block_hash is not None, "a cached block carries a hash"
-        self._hashes[block] = None
-        self.on_evict(block, block_hash)
-        return block
-
-    def share(self, block: int) -> None:
-        """One more reference to a cached or leased block."""
-        if self._num_references[block] == 0:
-            assert block in self._cached, f"block {block} is neither cached nor leased"
-            del self._cached[block]
-            self._num_leased += 1
-        self._num_references[block] += 1
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more reference to each of these cached or leased blocks."""
+        references, cached = self._num_references, self._cached
+        for block in blocks:
+            if references[block] == 0:
+                assert block in cached, f"block {block} is neither cached nor leased"
+                del cached[block]
+                self._num_leased += 1
+            references[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """One reference less each; without any a block becomes cached if it carries a hash, else free.
@@ -74,21 +76,23 @@ class BlockPool:
         ``blocks`` are in the order of their sequence: the deepest is evicted first, because it is of no use
         without those before it.
         """
+        references, hashes, cached, free = self._num_references, self._hashes, self._cached, self._free
         for block in reversed(blocks):
-            assert self._num_references[block] > 0, f"block {block} is given back but not leased"
-            self._num_references[block] -= 1
-            if self._num_references[block] == 0:
+            num_left = references[block] - 1
+            assert num_left >= 0, f"block {block} is given back but not leased"
+            references[block] = num_left
+            if num_left == 0:
                 self._num_leased -= 1
-                if self._hashes[block] is None:
-                    self._free.append(block)
+                if block in hashes:
+                    cached[block] = None
                 else:
-                    self._cached[block] = None
+                    free.append(block)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """The caller's reference, which must be the only one, ends; the block is unusable until `end_quarantine`."""
         for block in blocks:
             assert self._num_references[block] == 1, f"block {block} is quarantined with other users"
-            assert self._hashes[block] is None, f"block {block} is published, so nobody may write to it"
+            assert block not in self._hashes, f"block {block} is published, so nobody may write to it"
             self._num_references[block] = 0
             self._num_leased -= 1
             self._quarantined.add(block)
@@ -100,17 +104,17 @@ class BlockPool:
             self._quarantined.remove(block)
             self._free.append(block)
 
-    def set_hash(self, block: int, block_hash: bytes) -> None:
-        """Name the content of a leased block; kept until the block is evicted. Only `PrefixCache` calls this."""
-        assert self._num_references[block] > 0, f"block {block} is hashed but nobody holds it"
-        assert self._hashes[block] is None, f"block {block} already carries a hash"
-        self._hashes[block] = block_hash
+    def set_hashes(self, blocks: Collection[int], hashes: Collection[bytes]) -> None:
+        """Name the contents of leased blocks; kept until a block is evicted. Only `PrefixCache` calls this."""
+        assert all(map(self._num_references.__getitem__, blocks)), "a block is hashed but nobody holds it"
+        assert self._hashes.keys().isdisjoint(blocks), "a block already carries a hash"
+        self._hashes.update(zip(blocks, hashes, strict=True))
 
     def num_references(self, block: int) -> int:
         return self._num_references[block]
 
     def hash_of(self, block: int) -> bytes | None:
-        return self._hashes[block]
+        return self._hashes.get(block)
 
     def books(self) -> PoolBooks:
         """How many blocks are in each state."""
@@ -129,6 +133,6 @@ class BlockPool:
         states = sorted([*self._free, *self._cached, *leased, *self._quarantined])
         assert states == list(range(self.num_blocks)), f"not every block is in exactly one state: {states}"
         for block in self._cached:
-            assert self._hashes[block] is not None, f"block {block} is cached without a hash"
+            assert block in self._hashes, f"block {block} is cached without a hash"
         for block in (*self._free, *self._quarantined):
-            assert self._hashes[block] is None, f"block {block} is free or quarantined and carries a hash"
+            assert block not in self._hashes, f"block {block} is free or quarantined and carries a hash"

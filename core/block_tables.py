@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from .block_hash import BlockHasher
 from .block_pool import BlockPool
 from .prefix_cache import PrefixCache
-from .request import Request, pack_ids
+from .request import Request
 from .sequence import Chunk, Sequence
 
 
@@ -38,9 +38,8 @@ class BlockTables:
         """
         assert not sequence.blocks and not sequence.is_released, "reuse starts a sequence"
         num_blocks = min(max_tokens, len(sequence.token_ids)) // self.block_size
-        blocks = self.prefixes.match(self._hashes(sequence, num_blocks))
-        for block in blocks:
-            self.pool.share(block)
+        blocks = self.prefixes.match(self._hashes(sequence, 0, num_blocks))
+        self.pool.share(blocks)
         sequence.blocks = blocks
         sequence.num_published = len(blocks)
         sequence.num_scheduled = sequence.num_computed = len(blocks) * self.block_size
@@ -83,15 +82,17 @@ class BlockTables:
         if token_id is None:
             self.release(sequence)
             return going_on
-        sequence.token_ids[sequence.num_prompt :] = [token_id]
+        del sequence.token_ids[sequence.num_prompt :]
+        sequence.token_ids.append(token_id)
         return [sequence, *going_on]
 
     def _fork(self, sequence: Sequence, request: Request, first_token_id: int) -> Sequence:
         num_prompt, blocks = sequence.num_prompt, list(sequence.blocks)
+        token_ids = sequence.token_ids[:num_prompt]
+        token_ids.append(first_token_id)
         assert sequence.num_scheduled == sequence.num_computed == num_prompt, "forks part where the prompt ends"
-        for block in blocks:
-            self.pool.share(block)
-        fork = Sequence(request, [*sequence.token_ids[:num_prompt], first_token_id], num_prompt, blocks)
+        self.pool.share(blocks)
+        fork = Sequence(request, token_ids, num_prompt, blocks)
         fork.block_hashes, fork.num_published = list(sequence.block_hashes), sequence.num_published
         fork.num_scheduled = fork.num_computed = num_prompt
         fork.may_share_tail = sequence.may_share_tail = num_prompt % self.block_size > 0
@@ -107,9 +108,8 @@ class BlockTables:
         num_full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
         if num_full <= sequence.num_published:
             return
-        hashes = self._hashes(sequence, num_full)
-        for index in range(sequence.num_published, num_full):
-            self.prefixes.publish(sequence.blocks[index], hashes[index])
+        start = sequence.num_published
+        self.prefixes.publish(sequence.blocks[start:num_full], self._hashes(sequence, start, num_full))
         sequence.num_published = num_full
 
     def release(self, sequence: Sequence) -> None:
@@ -141,16 +141,10 @@ class BlockTables:
             self.pool.give_back(sequence.blocks)
             sequence.blocks = []
 
-    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The first ``num_blocks`` hashes; kept with the sequence, whose known tokens never change."""
+    def _hashes(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
+        """Of blocks ``start`` to ``end``; kept with the sequence, whose known tokens never change."""
         known = sequence.block_hashes
-        if not self.prefixes.is_enabled:
-            return []
-        if len(known) < num_blocks:
-            start, end = len(known) * self.block_size, num_blocks * self.block_size
-            if end <= sequence.num_prompt:
-                tokens = memoryview(sequence.request.prompt)[4 * start : 4 * end]
-            else:
-                tokens = memoryview(pack_ids(sequence.token_ids[start:end]))
+        if self.prefixes.is_enabled and len(known) < end:
+            tokens = sequence.token_ids[len(known) * self.block_size : end * self.block_size].tobytes()
             known += self._hasher.hashes(tokens, sequence.request.salt, known[-1] if known else None)
-        return known[:num_blocks]
+        return known[start:end]

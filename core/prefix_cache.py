@@ -1,5 +1,7 @@
 """Which block hash lies in which block of the pool, and what the router must hear about it."""
 
+from collections.abc import Iterable, Sequence
+
 from .block_pool import BlockPool
 from .messages import CacheEvents, CacheSnapshot
 
@@ -21,35 +23,28 @@ class PrefixCache:
 
     def match(self, hashes: list[bytes]) -> list[int]:
         """The blocks of the longest prefix of ``hashes`` that is held; takes no reference."""
-        blocks: list[int] = []
-        for block_hash in hashes:
-            block = self._blocks.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        blocks = map(self._blocks.get, hashes)
+        return list(iter(blocks.__next__, None))  # as far as nothing is missing
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """From now on ``block``, whose KV is written, is found under ``block_hash``.
+    def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """From now on each block, whose KV is written, is found under its hash, which no other of them has.
 
         The first block of a hash wins: where two sequences computed the same, the second keeps its copy
         for itself.
         """
-        if not self.is_enabled or block_hash in self._blocks:
+        if not self.is_enabled:
             return
-        self._pool.set_hash(block, block_hash)
-        self._blocks[block_hash] = block
-        if block_hash in self._evicted:
-            del self._evicted[block_hash]
-        else:
-            self._stored[block_hash] = None
+        new = dict(zip(hashes, blocks, strict=True))
+        for block_hash in self._blocks.keys() & hashes:
+            del new[block_hash]
+        self._pool.set_hashes(new.values(), new)
+        self._blocks.update(new)
+        _note(new, self._stored, self._evicted)
 
-    def _on_evict(self, block: int, block_hash: bytes) -> None:
-        assert self._blocks.pop(block_hash) == block, "the hash of a block leads back to it"
-        if block_hash in self._stored:
-            del self._stored[block_hash]
-        else:
-            self._evicted[block_hash] = None
+    def _on_evict(self, blocks: list[int], hashes: list[bytes]) -> None:
+        found = list(map(self._blocks.pop, hashes))
+        assert found == blocks, "the hash of a block leads back to it"
+        _note(hashes, self._evicted, self._stored)
 
     def take_events(self) -> CacheEvents | None:
         """What has changed since the last call, ``None`` if nothing; numbered from 1 without gaps.
@@ -76,3 +71,11 @@ class PrefixCache:
         hashed = {self._pool.hash_of(block): block for block in range(self._pool.num_blocks)}
         hashed.pop(None, None)
         assert hashed == self._blocks, "the pool and the prefix cache disagree on a hash"
+
+
+def _note(hashes: Iterable[bytes], changed: dict[bytes, None], changed_back: dict[bytes, None]) -> None:
+    """Add the hashes to ``changed``, but for those that undo what is in ``changed_back``: nothing is told of these."""
+    undone = changed_back.keys() & hashes
+    for block_hash in undone:
+        del changed_back[block_hash]
+    changed.update(dict.fromkeys([each for each in hashes if each not in undone] if undone else hashes))

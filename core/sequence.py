@@ -1,5 +1,6 @@
 """One request while a worker works on it: its tokens, its blocks and how far its KV has come."""
 
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -25,7 +26,7 @@ class Sequence:
     """
 
     request: Request
-    token_ids: list[int]
+    token_ids: "array[int]"
     num_prompt: int
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Sequence:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt :]
+        return self.token_ids[self.num_prompt :].tolist()
 
     @property
     def num_unscheduled(self) -> int:

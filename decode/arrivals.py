@@ -29,9 +29,10 @@ from ..core.messages import (
     Renew,
     WorkerCard,
 )
-from ..core.part import Checksums, Delivery, Handover, MayRun, Outbox, Payload, no_checksums, refuse_unfit
+from ..core.part import Checksums, Delivery, Handover, MayRun, Outbox, Payload, no_checksums
 from ..core.request import Request, RequestId, TransferId
 from ..core.sequence import Sequence, ending
+from ..core.unfit import refuse_unfit
 from ..kvtransfer.lease import LeaseBook
 from ..kvtransfer.receiver import Change, Receiver, ReceiverActions, answer_unknown
 

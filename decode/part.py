@@ -195,5 +195,5 @@ class DecodePart:
             self._newcomers.discard(request_id)
             self._scheduler.remove(sequence)
             self._tables.release(sequence)
-            held.timeline.count(output_tokens=len(sequence.output_ids))
+            held.timeline.count(output_tokens=len(sequence.token_ids) - sequence.num_prompt)
             self._outbox.note(held.timeline.ended(now, outcome))

@@ -91,7 +91,8 @@ class Receiver:
         self.checksums: list[int] = []
         self._first_missing = first_missing
         self._group_bytes = group_bytes
-        self._missing = [set(blocks) for _ in group_bytes]
+        self._reserved = frozenset(blocks)
+        self._missing = [set(self._reserved) for _ in group_bytes]
         self._next_event = 0.0
 
     @property
@@ -192,7 +193,7 @@ class Receiver:
     def _fault_of(self, push: Push, num_payload_bytes: int) -> str | None:
         if not 0 <= push.group < len(self._group_bytes):
             return f"layer group {push.group} does not exist"
-        if not set(self.blocks).issuperset(push.blocks):
+        if not self._reserved.issuperset(push.blocks):
             return "a block was pushed that is not reserved"
         wanted = 0 if push.transport in POOL_WRITERS else len(push.blocks) * self._group_bytes[push.group]
         if num_payload_bytes != wanted:

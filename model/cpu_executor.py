@@ -135,7 +135,7 @@ class CpuExecutor:
     def _run(
         self,
         launched: CpuLaunched,
-        token_ids: list[list[int]],
+        token_ids: Seq[Seq[int]],
         draws: _WantedDraws,
         constrained: ConstrainedStep | None,
         previous: CpuLaunched | None,
@@ -198,7 +198,7 @@ class CpuExecutor:
             return result
         logits = self._transformer.logits(normed[: len(next_ids)])
         num_top = chunk.sequence.request.params.prompt_logprobs or 0
-        scored = prompt_logprobs(logits, torch.tensor(next_ids), num_top)
+        scored = prompt_logprobs(logits, torch.tensor(next_ids, dtype=torch.int64), num_top)
         return replace(result, prompt_logprobs=tuple(scored))
 
 

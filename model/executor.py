@@ -100,13 +100,13 @@ def pooled_share(chunk: Chunk, normed: Tensor) -> Tensor:
     return counted.double().sum(0)
 
 
-def known_ids(chunk: Chunk) -> list[int]:
+def known_ids(chunk: Chunk) -> Seq[int]:
     """The chunk's ids as far as the host knows them; a zero holds the place of the pending one."""
     ids = chunk.sequence.token_ids[chunk.start : chunk.end]
     return [*ids, 0] if chunk.takes_pending else ids
 
 
-def next_prompt_ids(chunk: Chunk) -> list[int]:
+def next_prompt_ids(chunk: Chunk) -> Seq[int]:
     """The prompt tokens that follow each of the chunk's positions, as far as there are any."""
     sequence = chunk.sequence
     return sequence.token_ids[chunk.start + 1 : min(chunk.end + 1, sequence.num_prompt)]

@@ -49,12 +49,12 @@ from ..core.part import (
     StepBudget,
     TransferFailed,
     no_checksums,
-    refuse_unfit,
 )
 from ..core.pooling import PooledSum
 from ..core.request import Request, RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, Draw, FinishReason, Sequence, ending, settle
 from ..core.stages import StageName, Timeline
+from ..core.unfit import refuse_unfit
 from ..kvtransfer.sender import Failed, Sender, SenderActions, answer_unknown
 from .scheduler import PromptScheduler
 
@@ -321,7 +321,8 @@ class PrefillPart:
         decode = job.task.decode
         for push in actions.pushes:
             try:
-                self._outbox.push(decode, push.header, [job.sequence.blocks[i] for i in push.source])
+                blocks = job.sequence.blocks[push.source.start : push.source.stop]
+                self._outbox.push(decode, push.header, blocks)
             except TransferFailed as error:
                 assert job.sender is not None, "only a sender pushes"
                 self._act(job, job.sender.cancel(str(error)), now)

@@ -8,10 +8,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from ..core.block_hash import BlockHasher, model_root
 from ..core.compatibility import protocol_mismatch
 from ..core.config import RouterConfig
+from ..core.kv_layout import KvLayout
 from ..core.mailbox import AsyncMailbox
 from ..core.messages import (
     Abort,
@@ -111,8 +113,7 @@ class Dispatcher:
     def _hashes(self, request: Request) -> list[bytes]:
         card, key = self.fleet.card, self._config.cluster_key
         assert card is not None, "there is a pair, so there are workers"
-        root = model_root(key, card.model, card.layout, card.weights)
-        return BlockHasher(key, root, card.layout.block_size).hashes(request.prompt, request.salt)
+        return _hasher(key, card.model, card.layout, card.weights).hashes(request.prompt, request.salt)
 
     def _begin(self, group: Sequence[Entry], pair: Pair, now: float) -> None:
         """In as few tasks as the pair allows."""
@@ -361,3 +362,9 @@ class Dispatcher:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.tick()
+
+
+@lru_cache(1)
+def _hasher(cluster_key: bytes, model: str, layout: KvLayout, weights: str) -> BlockHasher:
+    """Kept, because it remembers the beginnings of prompts."""
+    return BlockHasher(cluster_key, model_root(cluster_key, model, layout, weights), layout.block_size)

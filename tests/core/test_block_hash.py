@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.core.block_hash import BlockHasher, encode_fields, model_root
+from crossdock.core.block_hash import RUN_BLOCKS, BlockHasher, encode_fields, model_root
 from crossdock.core.kv_layout import KvLayout
 from crossdock.core.request import pack_ids
 
@@ -50,6 +50,26 @@ def test_a_sequence_hashed_piece_by_piece_has_the_same_hashes() -> None:
     first, second = hashes(TOKENS, b"tenant")
     assert hashes(TOKENS[:16], b"tenant") == [first]
     assert hashes(TOKENS[16:], b"tenant", parent=first) == [second]
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_has_the_hashes_of_a_hasher_that_remembers_nothing() -> None:
+    whole = list(range(1000, 1000 + 16 * (2 * RUN_BLOCKS + 3)))
+    first_of_second_run = 16 * RUN_BLOCKS
+    changed = [*whole[:first_of_second_run], 7, *whole[first_of_second_run + 1 :]]
+    remembering = BlockHasher(KEY, ROOT, 16)
+    for tokens, salt in ((whole, b""), (whole, b"tenant"), (changed, b""), (whole[:-1], b""), (whole, b"")):
+        expected: list[bytes] = []
+        for block in range(len(tokens) // 16):
+            parent = expected[-1] if expected else None
+            expected += hashes(tokens[16 * block : 16 * (block + 1)], salt, parent)
+        assert remembering.hashes(pack_ids(tokens), salt) == expected
+
+
+def test_runs_are_told_apart_by_what_stands_before_them() -> None:
+    run = TOKENS[:16] * RUN_BLOCKS
+    each = hashes(run * 3)
+    assert len(set(each)) == 3 * RUN_BLOCKS
+    assert hashes(run, parent=each[RUN_BLOCKS - 1]) == each[RUN_BLOCKS : 2 * RUN_BLOCKS]
 
 
 def test_bytes_and_views_of_them_are_hashed_alike() -> None:

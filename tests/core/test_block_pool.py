@@ -14,8 +14,7 @@ def pool_with_cached(num_blocks: int, hashes: list[bytes]) -> BlockPool:
     """Blocks ``0 ..`` carry these hashes and are cached, as left by one sequence."""
     pool = BlockPool(num_blocks)
     blocks = pool.take(len(hashes))
-    for block, block_hash in zip(blocks, hashes, strict=True):
-        pool.set_hash(block, block_hash)
+    pool.set_hashes(blocks, hashes)
     pool.give_back(blocks)
     return pool
 
@@ -63,29 +62,27 @@ def test_the_deepest_block_of_a_sequence_is_evicted_first() -> None:
 def test_the_least_recently_used_sequence_is_evicted_first() -> None:
     pool = BlockPool(3)
     blocks = pool.take(3)
-    for block, block_hash in zip(blocks, [b"a", b"b", b"c"], strict=True):
-        pool.set_hash(block, block_hash)
+    pool.set_hashes(blocks, [b"a", b"b", b"c"])
     for block in (1, 2, 0):
         pool.give_back([block])
-    pool.share(1)
+    pool.share([1])
     pool.give_back([1])
     assert pool.take(3) == [2, 0, 1]
 
 
 def test_a_hash_is_gone_before_its_block_is_used_for_anything_else() -> None:
-    pool = pool_with_cached(2, [b"a", b"b"])
-    evicted: list[tuple[int, bytes, bytes | None]] = []
-    pool.on_evict = lambda block, block_hash: evicted.append((block, block_hash, pool.hash_of(block)))
-    assert pool.take(1) == [1]
-    assert evicted == [(1, b"b", None)]
-    assert pool.hash_of(1) is None
+    pool = pool_with_cached(3, [b"a", b"b", b"c"])
+    evicted: list[tuple[list[int], list[bytes], list[bytes | None]]] = []
+    pool.on_evict = lambda blocks, hashes: evicted.append((blocks, hashes, [pool.hash_of(block) for block in blocks]))
+    assert pool.take(2) == [2, 1]
+    assert evicted == [([2, 1], [b"c", b"b"], [None, None])]
     pool.give_back([1])
-    assert pool.books() == books(free=1, cached=1)
+    assert pool.books() == books(free=1, cached=1, leased=1)
 
 
 def test_sharing_a_cached_block_saves_it_from_eviction() -> None:
     pool = pool_with_cached(2, [b"a", b"b"])
-    pool.share(1)
+    pool.share([1])
     assert pool.books() == books(cached=1, leased=1)
     assert pool.take(1) == [0]
     with pytest.raises(OutOfBlocks):
@@ -96,7 +93,7 @@ def test_sharing_a_cached_block_saves_it_from_eviction() -> None:
 def test_a_shared_block_stays_leased_until_its_last_user_is_gone() -> None:
     pool = BlockPool(2)
     [block] = pool.take(1)
-    pool.share(block)
+    pool.share([block])
     pool.give_back([block])
     assert pool.books() == books(free=1, leased=1)
     pool.give_back([block])
@@ -106,7 +103,7 @@ def test_a_shared_block_stays_leased_until_its_last_user_is_gone() -> None:
 def test_references_of_one_caller_to_one_block_add_up() -> None:
     pool = BlockPool(1)
     [block] = pool.take(1)
-    pool.share(block)
+    pool.share([block])
     pool.give_back([block, block])
     assert pool.books() == books(free=1)
 
@@ -132,7 +129,7 @@ def test_what_a_transfer_may_still_write_to_can_not_be_given_back_shared_or_rele
     with pytest.raises(AssertionError, match="block 0 is given back but not leased"):
         pool.give_back(blocks)
     with pytest.raises(AssertionError, match="block 0 is neither cached nor leased"):
-        pool.share(0)
+        pool.share([0])
     pool.end_quarantine(blocks)
     with pytest.raises(AssertionError, match="block 0 is not quarantined"):
         pool.end_quarantine(blocks)
@@ -142,8 +139,8 @@ def test_what_a_transfer_may_still_write_to_can_not_be_given_back_shared_or_rele
 def test_a_block_that_others_read_is_never_quarantined() -> None:
     pool = BlockPool(2)
     shared, published = pool.take(2)
-    pool.share(shared)
-    pool.set_hash(published, b"a")
+    pool.share([shared])
+    pool.set_hashes([published], [b"a"])
     with pytest.raises(AssertionError, match="block 0 is quarantined with other users"):
         pool.quarantine([shared])
     with pytest.raises(AssertionError, match="block 1 is published, so nobody may write to it"):
@@ -155,23 +152,23 @@ def test_a_free_block_is_nobodys() -> None:
     with pytest.raises(AssertionError, match="given back but not leased"):
         pool.give_back([0])
     with pytest.raises(AssertionError, match="neither cached nor leased"):
-        pool.share(0)
+        pool.share([0])
     with pytest.raises(AssertionError, match="nobody holds it"):
-        pool.set_hash(0, b"a")
+        pool.set_hashes([0], [b"a"])
 
 
 def test_a_block_has_one_hash_until_it_is_evicted() -> None:
     pool = BlockPool(1)
-    pool.set_hash(pool.take(1)[0], b"a")
+    pool.set_hashes(pool.take(1), [b"a"])
     with pytest.raises(AssertionError, match="already carries a hash"):
-        pool.set_hash(0, b"b")
+        pool.set_hashes([0], [b"b"])
 
 
 def test_check_finds_a_block_that_is_lost_or_in_two_states() -> None:
     lost, doubled, unhashed = BlockPool(2), BlockPool(2), pool_with_cached(2, [b"a"])
     lost._free.pop()
     doubled._quarantined.add(0)
-    unhashed._hashes[0] = None
+    del unhashed._hashes[0]
     for pool in (lost, doubled, unhashed):
         with pytest.raises(AssertionError):
             pool.check()

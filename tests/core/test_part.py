@@ -3,8 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from crossdock.core.part import StepBudget, refuse_unfit
+from crossdock.core.part import StepBudget
 from crossdock.core.request import Request, RequestId, SamplingParams, pack_ids
+from crossdock.core.unfit import refuse_unfit
 
 from ..parts import card
 

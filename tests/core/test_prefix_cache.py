@@ -15,8 +15,7 @@ def cache_of(num_blocks: int) -> tuple[BlockPool, PrefixCache]:
 def store(pool: BlockPool, cache: PrefixCache, *hashes: bytes) -> list[int]:
     """One sequence that computes these blocks and leaves."""
     blocks = pool.take(len(hashes))
-    for block, block_hash in zip(blocks, hashes, strict=True):
-        cache.publish(block, block_hash)
+    cache.publish(blocks, hashes)
     pool.give_back(blocks)
     return blocks
 
@@ -41,7 +40,7 @@ def test_a_block_is_found_from_its_publication_on_and_not_before() -> None:
     pool, cache = cache_of(2)
     [block] = pool.take(1)
     assert cache.match([b"a"]) == []
-    cache.publish(block, b"a")
+    cache.publish([block], [b"a"])
     assert cache.match([b"a"]) == [block]
     cache.check()
 
@@ -49,12 +48,34 @@ def test_a_block_is_found_from_its_publication_on_and_not_before() -> None:
 def test_of_two_blocks_with_one_content_the_first_is_found_and_the_second_becomes_free() -> None:
     pool, cache = cache_of(3)
     first, second = pool.take(2)
-    cache.publish(first, b"a")
-    cache.publish(second, b"a")
+    cache.publish([first], [b"a"])
+    cache.publish([second], [b"a"])
     assert cache.match([b"a"]) == [first]
     pool.give_back([second])
     assert (pool.books().free, pool.books().leased) == (2, 1)
     cache.check()
+
+
+def test_a_sequence_publishes_what_is_new_and_keeps_copies_of_what_is_held_for_itself() -> None:
+    pool, cache = cache_of(6)
+    store(pool, cache, b"a", b"ab")
+    cache.take_events()
+    blocks = pool.take(4)
+    cache.publish(blocks, [b"a", b"ab", b"abc", b"abcd"])
+    assert cache.match([b"a", b"ab", b"abc", b"abcd"]) == [0, 1, *blocks[2:]]
+    assert [pool.hash_of(block) for block in blocks] == [None, None, b"abc", b"abcd"]
+    assert cache.take_events() == CacheEvents(number=2, stored=[b"abc", b"abcd"], evicted=[])
+    cache.check()
+
+
+def test_of_many_blocks_the_router_hears_only_what_changed_on_balance() -> None:
+    pool, cache = cache_of(3)
+    store(pool, cache, b"a", b"b", b"c")
+    cache.take_events()
+    store(pool, cache, b"x", b"b", b"y")
+    assert cache.take_events() == CacheEvents(number=2, stored=[b"x", b"y"], evicted=[b"c", b"a"])
+    store(pool, cache, b"b", b"c", b"a")
+    assert cache.take_events() == CacheEvents(number=3, stored=[b"c", b"a"], evicted=[b"y", b"x"])
 
 
 def test_an_evicted_blocks_hash_is_gone_before_its_memory_is_reused() -> None:
@@ -68,7 +89,7 @@ def test_an_evicted_blocks_hash_is_gone_before_its_memory_is_reused() -> None:
 def test_a_hole_in_a_chain_ends_the_match() -> None:
     pool, cache = cache_of(3)
     store(pool, cache, b"a", b"ab", b"abc")
-    pool.share(2)
+    pool.share([2])
     assert pool.take(1) == [1]
     assert cache.match([b"a", b"ab", b"abc"]) == [0]
 

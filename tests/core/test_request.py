@@ -17,7 +17,7 @@ def test_ids_are_packed_as_little_endian_u32() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
 def test_unpacking_undoes_packing(token_ids: list[int]) -> None:
-    assert unpack_ids(pack_ids(token_ids)) == token_ids
+    assert unpack_ids(pack_ids(token_ids)).tolist() == token_ids
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**32])

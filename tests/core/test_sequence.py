@@ -21,7 +21,7 @@ def sampled(chunk: Chunk, token_id: int) -> FinishReason | None:
 
 def test_a_new_sequence_has_computed_nothing() -> None:
     sequence = sequence_of(5)
-    assert sequence.token_ids == [7] * 5
+    assert sequence.token_ids.tolist() == [7] * 5
     assert (sequence.num_prompt, sequence.num_tokens, sequence.num_output) == (5, 5, 0)
     assert (sequence.num_unscheduled, sequence.num_computed) == (5, 0)
 

@@ -81,7 +81,7 @@ def waiting(grammar: str, output: Sequence[int] = (), **params: object) -> Token
     wanted = request("a", num_prompt=4, max_tokens=500)
     fields = {"grammar": grammar, "stop_token_ids": (EOS,), **params}
     sequence = Tokens.of(with_params(wanted, params=with_params(wanted.params, **fields)))
-    sequence.token_ids += output
+    sequence.token_ids.extend(output)
     sequence.num_scheduled = sequence.num_computed = len(sequence.token_ids) - 1
     return sequence
 

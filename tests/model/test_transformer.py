@@ -280,7 +280,7 @@ def test_windows_begin_at_max_window_layers(twins: MakeTwins) -> None:
 def test_layers_are_announced_in_order_with_their_kv_written(twins: MakeTwins) -> None:
     pool = Pool(twins(num_hidden_layers=3).ours)
     sequence = pool.add(random_ids(9))
-    batch = build_batch([take_chunk(sequence, 9)], torch.tensor(sequence.token_ids), pool.layout)
+    batch = build_batch([take_chunk(sequence, 9)], torch.tensor(sequence.token_ids.tolist()), pool.layout)
     written: list[list[bool]] = []
 
     def note(layer: int) -> None:

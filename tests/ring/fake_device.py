@@ -86,7 +86,7 @@ class FakeExecutor:
         self.queue: deque[FakeLaunched] = deque()
 
     def launch(self, chunks: Seq[Chunk], previous: FakeLaunched | None) -> FakeLaunched:
-        known = [chunk.sequence.token_ids[chunk.start : chunk.end] for chunk in chunks]
+        known = [chunk.sequence.token_ids[chunk.start : chunk.end].tolist() for chunk in chunks]
         launched = FakeLaunched(chunks, known, previous, contexts=[0] * len(chunks))
         self.queue.append(launched)
         return launched

@@ -113,7 +113,7 @@ async def test_results_of_calls_are_sent_back_by_id_alone_or_with_the_whole_conv
     prompts: set[str] = set()
 
     def script(request: Request) -> list[int]:
-        prompts.add(cluster.text.decode(unpack_ids(request.prompt)))
+        prompts.add(cluster.text.decode(unpack_ids(request.prompt).tolist()))
         return cluster.script(request)
 
     for worker in cluster.workers:

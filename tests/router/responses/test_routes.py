@@ -65,7 +65,7 @@ class Prompts:
         self.seen: list[str] = []
 
     def script(self, request: Request) -> list[int]:
-        text = self._cluster.text.decode(unpack_ids(request.prompt), skips_special=False)
+        text = self._cluster.text.decode(unpack_ids(request.prompt).tolist(), skips_special=False)
         if text not in self.seen[-1:]:  # both legs ask
             self.seen.append(text)
         return self._cluster.script(request)
