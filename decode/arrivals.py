@@ -17,6 +17,8 @@ is meant for, so the ids of aborted requests are remembered for a while.
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 
 from ..core.block_tables import BlockTables
 from ..core.messages import (
@@ -45,7 +47,8 @@ class Arrival:
 
     ``receiver`` exists once it has blocks. ``sequence`` owns them until it is handed on or ended; the receiver stays
     a while longer to answer what is repeated, and as long as its blocks are quarantined. The offer with its prompt
-    does not stay. ``committed_at`` is when the first `Commit` came, which said ``exposed_seconds``.
+    does not stay. ``committed_at`` is when the first `Commit` came, which said ``exposed_seconds``. ``reminder`` is the
+    number of the one that counts.
     """
 
     transfer_id: TransferId
@@ -58,6 +61,7 @@ class Arrival:
     heard_at: float = 0.0
     committed_at: float | None = None
     exposed_seconds: float = 0.0
+    reminder: int = -1
 
     def goes_on(self, choice: Request, first_token_id: int) -> bool:
         return choice.request_id in self.wanted and ending(choice, first_token_id, 1) is None
@@ -67,6 +71,9 @@ class Arrivals:
     """All offered requests of one worker, those that wait for room by priority, then in the order in which they came.
 
     ``num_held_back()`` blocks are left free for running requests; ``attach`` takes over a request whose KV is whole.
+
+    Those that are settled, attached or ended, stay for many seconds, so that there are hundreds of them: they are kept
+    apart, and the loop looks at no arrival before it is due.
     """
 
     def __init__(
@@ -94,14 +101,16 @@ class Arrivals:
         self._checksums = checksums
         self._leases = LeaseBook()
         self._arrivals: dict[TransferId, Arrival] = {}
+        self._settled: dict[TransferId, Arrival] = {}
+        self._reminders: list[tuple[float, int, Arrival]] = []
+        self._numbers = count()
         self._queue: list[Arrival] = []
         self._aborted: dict[RequestId, float] = {}
 
     @property
     def request_ids(self) -> set[RequestId]:
         """Of requests that are queued or whose KV is on its way."""
-        on_their_way = (arrival.wanted for arrival in self._arrivals.values() if arrival.sequence is not None)
-        return set().union(*on_their_way)
+        return set().union(*(arrival.wanted for arrival in self._arrivals.values()))
 
     @property
     def num_arriving(self) -> int:
@@ -129,7 +138,7 @@ class Arrivals:
         return True
 
     def _take(self, offer: Offer, sender: Peer, now: float) -> None:
-        arrival = self._arrivals.get(offer.transfer_id)
+        arrival = self._find(offer.transfer_id)
         if arrival is not None:
             if arrival.receiver is not None:
                 self._act(arrival, arrival.receiver.offered(now))
@@ -171,11 +180,15 @@ class Arrivals:
         lease = self._leases.grant(arrival.sender.incarnation, self._lease_seconds, now)
         blocks = sequence.blocks[first_missing:]
         arrival.receiver = Receiver(arrival.transfer_id, lease, first_missing, blocks, self._group_bytes)
+        self._remind(arrival)
         self._act(arrival, arrival.receiver.offered(now))
         return True
 
+    def _find(self, transfer_id: TransferId) -> Arrival | None:
+        return self._arrivals.get(transfer_id) or self._settled.get(transfer_id)
+
     def _advance(self, message: Push | Renew | Commit | Cancel, delivery: Delivery, now: float) -> None:
-        arrival = self._arrivals.get(message.transfer_id)
+        arrival = self._find(message.transfer_id)
         if isinstance(message, Commit) and not self._is_sound(message, arrival):
             return  # malformed; the lease will run out
         if arrival is None:
@@ -219,11 +232,13 @@ class Arrivals:
     def _change(self, arrival: Arrival, change: Change) -> None:
         receiver, sequence, tables = arrival.receiver, arrival.sequence, self._tables
         assert receiver is not None, "a change comes from the receiver"
+        self._remind(arrival)
         if change is Change.END_QUARANTINE:
             tables.pool.end_quarantine(receiver.blocks)
             return
         assert sequence is not None, "the blocks leave the arrival once"
         arrival.sequence = None
+        self._settled[arrival.transfer_id] = self._arrivals.pop(arrival.transfer_id)
         if change is Change.ATTACH:
             self._hand_on(sequence, arrival, receiver.first_token_ids)
             return
@@ -254,36 +269,50 @@ class Arrivals:
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """The client is gone, or the other leg failed; an offer still on its way will be rejected."""
+        self._aborted.pop(request_id, None)  # those that stay the longest are last
         self._aborted[request_id] = now + TOMBSTONE_SECONDS
-        for arrival in self._where(lambda arrival: request_id in arrival.wanted):
+        for arrival in [arrival for arrival in self._arrivals.values() if request_id in arrival.wanted]:
             arrival.wanted.remove(request_id)
             if not arrival.wanted:
                 self._revoke(arrival, "aborted by the client", now)
 
     def lose(self, peer: Peer, now: float) -> None:
         """A dead sender pushes no more, a dead router reads no tokens."""
-        for arrival in self._where(lambda arrival: arrival.sender == peer):
+        for arrival in [*self._arrivals.values(), *self._settled.values()]:
+            if arrival.sender != peer:
+                continue
             if arrival.receiver is None:
                 self._unqueue(arrival)
             else:
                 self._act(arrival, arrival.receiver.lose(now))
-        for arrival in self._where(lambda arrival: arrival.router == peer):
+        for arrival in [arrival for arrival in self._arrivals.values() if arrival.router == peer]:
             self._revoke(arrival, "the router is gone", now)
 
     def sweep(self, now: float) -> None:
         """Deadlines of leases; then room that has become free goes to queued offers."""
-        for arrival in list(self._arrivals.values()):
-            if arrival.receiver is None:
-                continue
-            self._act(arrival, arrival.receiver.tick(now))
-            if arrival.receiver.is_ended:
-                self._leases.end(arrival.receiver.lease)
-                del self._arrivals[arrival.transfer_id]
-        self._aborted = {request_id: until for request_id, until in self._aborted.items() if until > now}
+        while self._reminders and self._reminders[0][0] <= now:
+            _, number, arrival = heappop(self._reminders)
+            if number == arrival.reminder:
+                self._tick(arrival, now)
+        while self._aborted and next(iter(self._aborted.values())) <= now:
+            del self._aborted[next(iter(self._aborted))]
         self.reserve(now)
 
-    def _where(self, holds: Callable[[Arrival], bool]) -> list[Arrival]:
-        return [arrival for arrival in self._arrivals.values() if holds(arrival)]
+    def _remind(self, arrival: Arrival) -> None:
+        """Look at it when it is due; what was said before counts no more."""
+        assert arrival.receiver is not None, "who waits for room has no deadline"
+        arrival.reminder = next(self._numbers)
+        heappush(self._reminders, (arrival.receiver.due, arrival.reminder, arrival))
+
+    def _tick(self, arrival: Arrival, now: float) -> None:
+        receiver = arrival.receiver
+        assert receiver is not None, "who waits for room has no deadline"
+        if receiver.is_ended:
+            self._leases.end(receiver.lease)
+            del self._settled[arrival.transfer_id]
+        else:
+            self._act(arrival, receiver.tick(now))
+            self._remind(arrival)
 
     def _revoke(self, arrival: Arrival, reason: str, now: float) -> None:
         if arrival.receiver is None:

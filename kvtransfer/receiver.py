@@ -19,6 +19,7 @@ stalled finds its own lease expired when it wakes. Stale and repeated messages c
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 
 from ..core.messages import (
     Attached,
@@ -104,6 +105,13 @@ class Receiver:
     def is_ended(self) -> bool:
         return self.state is ReceiverState.ENDED
 
+    @property
+    def due(self) -> float:
+        """`tick` has nothing to do before, nor later once it has ended. A lease that is renewed moves it."""
+        if self.is_ended:
+            return -inf
+        return self.lease.deadline if self.is_open else self._next_event
+
     def offered(self, now: float) -> ReceiverActions:
         """The offer came, or came again because the reservation was lost."""
         if self.state is not ReceiverState.RESERVED or self.lease.is_expired(now):
@@ -163,7 +171,7 @@ class Receiver:
         return ReceiverActions(change=change)
 
     def tick(self, now: float) -> ReceiverActions:
-        """Deadlines and repetitions; call it in every iteration of the loop."""
+        """Deadlines and repetitions; call it once it is `due`."""
         if self.is_open and self.lease.is_expired(now):
             return self.revoke("the lease expired", now)
         if self.is_open or now < self._next_event:

@@ -22,6 +22,7 @@ from crossdock.core.part import Delivery, Handover
 from crossdock.core.request import Request, RequestId, TransferId
 from crossdock.core.sequence import Sequence
 from crossdock.decode.arrivals import TOMBSTONE_SECONDS, Arrivals
+from crossdock.kvtransfer.receiver import LINGER_LEASES
 
 from ..parts import (
     DECODE,
@@ -239,6 +240,37 @@ def test_a_renewed_lease_holds() -> None:
     assert bench.answers() == []
 
 
+def test_each_arrival_has_the_deadline_of_its_own_last_renewal() -> None:
+    bench = Bench()
+    bench.offer(request("a", 16))
+    bench.offer(request("b", 16, first_id=100), now=5.0)
+    bench.hear(Renew(transfer_id=TransferId("t-a"), lease_id=LeaseId(0), generation=0), now=10.0)
+    revoked = []
+    for now in range(30):
+        bench.arrivals.sweep(now)
+        revoked += [(now, message) for message in bench.answers()]
+    assert revoked == [
+        (17, revoke("b", "the lease expired")),
+        (21, revoke("b", "no answer yet")),
+        (22, revoke("a", "the lease expired")),
+        (25, revoke("b", "no answer yet")),
+        (26, revoke("a", "no answer yet")),
+        (29, revoke("b", "no answer yet")),
+    ]
+
+
+def test_what_has_attached_answers_a_repeated_commit_for_a_while_and_then_gives_its_lease_to_others() -> None:
+    bench = Bench()
+    bench.arrive(request("a", 16), [0])
+    end = LINGER_LEASES * LEASE_SECONDS
+    bench.arrivals.sweep(end - 1)
+    assert bench.hear(commit("a", 2), end - 1) == [Attached(transfer_id=TransferId("t-a"))]
+    bench.arrivals.sweep(end)
+    assert bench.hear(commit("a", 2), end) == [rejected("a", "no such transfer here")]
+    [reserved] = bench.offer(request("b", 16, first_id=100), end)
+    assert reserved == replace(reservation("b", [1]), generation=1)
+
+
 # --- ends --------------------------------------------------------------------------------------
 
 
@@ -278,6 +310,15 @@ def test_an_abort_that_overtakes_its_offer_is_remembered_for_a_while() -> None:
     assert bench.offer(request("a", 16), TOMBSTONE_SECONDS - 1) == [rejected("a", "the request was aborted")]
     bench.arrivals.sweep(TOMBSTONE_SECONDS)
     assert bench.offer(request("a", 16), TOMBSTONE_SECONDS) == [reservation("a", [0])]
+
+
+def test_an_abort_that_is_repeated_is_remembered_anew() -> None:
+    bench = Bench()
+    for name, now in (("a", 0.0), ("b", 5.0), ("a", 20.0)):
+        bench.arrivals.abort(RequestId(name), now)
+    bench.arrivals.sweep(TOMBSTONE_SECONDS + 5)
+    assert bench.offer(request("b", 16), TOMBSTONE_SECONDS + 5) == [reservation("b", [0])]
+    assert bench.offer(request("a", 16), TOMBSTONE_SECONDS + 5) == [rejected("a", "the request was aborted")]
 
 
 def test_a_queued_offer_ends_by_abort_or_cancel() -> None:

@@ -214,7 +214,7 @@ class SimulatedWorker:
             "prompts": len(prefill._scheduler._waiting) + len(prefill._scheduler._computing),
             "requests": len(decode._requests),
             "scheduled": len(decode._scheduler._requests),
-            "arrivals": len(arrivals._arrivals),
+            "arrivals": len(arrivals._arrivals) + len(arrivals._settled),
             "queued offers": len(arrivals._queue),
             "copies": self.tables._being_copied.total(),
             "steps": len(self.device.queue),
