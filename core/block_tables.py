@@ -51,6 +51,8 @@ class BlockTables:
         A shared block that would be written next is replaced by one that the next chunk makes a copy of it.
         """
         assert not sequence.is_released, "a released sequence gets no blocks"
+        if num_tokens <= len(sequence.blocks) * self.block_size and not sequence.may_share_tail:
+            return
         is_shared = sequence.may_share_tail and self._is_tail_shared(sequence)
         blocks = self.pool.take(self.num_missing(sequence, num_tokens) + is_shared)
         if is_shared:

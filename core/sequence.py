@@ -1,8 +1,13 @@
-"""One request while a worker works on it: its tokens, its blocks and how far its KV has come."""
+"""One request while a worker works on it: its tokens, its blocks and how far its KV has come.
+
+What is made for each sequence of each step is a struct, which takes a tenth of the time of a frozen dataclass.
+"""
 
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from .request import Request, TokenLogprobs, unpack_ids
 
@@ -60,12 +65,12 @@ class Sequence:
     @property
     def num_unscheduled(self) -> int:
         """Tokens whose KV no launched step computes yet; 1 for a sequence that decodes."""
-        return self.num_tokens - self.num_scheduled
+        return len(self.token_ids) + self.num_pending - self.num_scheduled
 
     @property
     def is_at_limit(self) -> bool:
         """No further token may be sampled: the next step would pass ``max_tokens``."""
-        return self.num_output >= self.request.max_tokens
+        return len(self.token_ids) + self.num_pending >= self.num_prompt + self.request.max_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a token; the reason if it ends the request."""
@@ -83,8 +88,7 @@ def ending(request: Request, token_id: int, num_output: int) -> FinishReason | N
     return FinishReason.LENGTH if num_output >= request.max_tokens else None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, eq=False):
     """What one step does for one sequence: compute the KV of ``num_tokens`` tokens from ``start`` on.
 
     ``samples`` is true when the chunk reaches the last token, so that the step yields the next one.
@@ -112,8 +116,7 @@ class Chunk:
         return self.end - self.sequence.num_prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True):
     """A token and, if asked for, its log-probabilities; ``is_complete`` as in `ChunkResult`."""
 
     token_id: int
@@ -121,8 +124,7 @@ class Draw:
     is_complete: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkResult:
+class ChunkResult(msgspec.Struct, frozen=True):
     """What a finished step yielded for one chunk.
 
     ``token_id`` is ``None`` if the chunk samples nothing. ``prompt_logprobs[i]`` belongs to position
@@ -146,14 +148,14 @@ def take_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     """Mark ``num_tokens`` further tokens of the sequence as scheduled; its blocks must hold them."""
     start = sequence.num_scheduled
     end = start + num_tokens
-    assert 0 < num_tokens <= sequence.num_unscheduled, "a chunk covers tokens that exist and are not computed"
-    takes_pending = end > len(sequence.token_ids)
-    samples = end == sequence.num_tokens and not sequence.is_at_limit
+    num_known, num_all = len(sequence.token_ids), sequence.num_tokens
+    assert start < end <= num_all, "a chunk covers tokens that exist and are not computed"
+    samples = end == num_all and not sequence.is_at_limit
     sequence.num_scheduled = end
     sequence.num_in_flight += 1
     sequence.num_pending += samples
     copy_from, sequence.copy_from = sequence.copy_from, None
-    return Chunk(sequence, start, num_tokens, samples, takes_pending, tuple(sequence.blocks), copy_from)
+    return Chunk(sequence, start, num_tokens, samples, end > num_known, tuple(sequence.blocks), copy_from)
 
 
 def settle(chunk: Chunk, result: ChunkResult) -> FinishReason | None:

@@ -148,15 +148,16 @@ class DecodePart:
 
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
         for chunk, result in done:
-            request_id = chunk.sequence.request.request_id
+            sequence = chunk.sequence
+            request_id = sequence.request.request_id
             held = self._requests.get(request_id)
-            if held is None or held.handover.sequence is not chunk.sequence:
+            if held is None or held.handover.sequence is not sequence:
                 continue  # it ended while this chunk was on the device
             if result.failure:
                 self._fail(held.handover, result, now)
                 continue
             finish = settle(chunk, result)
-            self._tables.publish(chunk.sequence)
+            self._tables.publish(sequence)
             if result.token_id is not None:
                 self.num_output_tokens += 1
                 index = chunk.output_index

@@ -73,7 +73,9 @@ class DecodeScheduler:
                 may_return = may_return and self._readmit(sequence)
                 if not may_return:
                     continue
-            num_tokens = min(sequence.num_unscheduled, max(1, budget.num_tokens - num_behind))
+            num_tokens = sequence.num_unscheduled
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, max(1, budget.num_tokens - num_behind))
             if self._grow(sequence, sequence.num_scheduled + num_tokens):
                 budget.take(num_tokens)
                 chunks.append(take_chunk(sequence, num_tokens))

@@ -6,12 +6,13 @@ The caller's thread stays free to plan, to talk to peers and to push KV.
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from dataclasses import replace as with_fields
 from functools import partial
 from itertools import accumulate
 
 import torch
-from msgspec.structs import replace as with_params
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..core.kv_layout import KvLayout
@@ -67,7 +68,7 @@ def _wanted_draws(sampling: Seq[Chunk]) -> _WantedDraws:
     for place, chunk in enumerate(sampling):
         own = draws.rows[place]
         for fork in forks_of(chunk):
-            draws.rows.append(replace(own, params=with_params(own.params, seed=fork.seed)))
+            draws.rows.append(with_fields(own, params=replace(own.params, seed=fork.seed)))
             draws.places.append(place)
     return draws
 

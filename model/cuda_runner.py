@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..core.kv_layout import LayerGroup
@@ -64,7 +65,8 @@ class RunningStep:
 
     def results(self, chunks: Seq[Chunk]) -> list[ChunkResult]:
         """One a chunk, once the device has passed ``end``."""
-        drawn = zip(self.packed.sampled, self.draws.each(_num_top(self.packed.sampled)), strict=True)
+        sampled = self.packed.sampled
+        drawn = zip(sampled, self.draws.each(_num_top(sampled) if self.draws.logprobs is not None else ()), strict=True)
         results = {id(chunk): _result(own) for chunk, own in drawn if chunk is not None}
         for chunk, forks in self._forks():
             if results[id(chunk)] is not NO_NUMBERS:

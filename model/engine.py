@@ -65,10 +65,11 @@ class Engine:
 
     def finish(self, step: Step, now: float) -> None:
         """Wait for the step and give every part the results of its chunks."""
-        results = step.launched.results()
+        results = step.launched.results()  # in the order of the shares
         self.tell_progress(step, now)
-        of_chunk = {id(chunk): result for chunk, result in zip(step.launched.chunks, results, strict=True)}
+        end = 0
         for part, chunks in step.shares:
-            part.apply([(chunk, of_chunk[id(chunk)]) for chunk in chunks], now)
+            start, end = end, end + len(chunks)
+            part.apply(list(zip(chunks, results[start:end], strict=True)), now)
             for chunk in chunks:
                 self._tables.step_done(chunk)

@@ -80,8 +80,7 @@ def wanted_rows(chunks: Seq[Chunk]) -> WantedRows:
 
 def scores_prompt(chunk: Chunk) -> bool:
     """Whether log-probabilities of prompt tokens are wanted from this chunk."""
-    sequence = chunk.sequence
-    return chunk.start < sequence.num_prompt and sequence.request.params.prompt_logprobs is not None
+    return is_in_prompt(chunk) and chunk.sequence.request.params.prompt_logprobs is not None
 
 
 def pools(chunk: Chunk) -> bool:
@@ -91,7 +90,12 @@ def pools(chunk: Chunk) -> bool:
 
 
 def wants_all_rows(chunk: Chunk) -> bool:
-    return scores_prompt(chunk) or pools(chunk)
+    return is_in_prompt(chunk) and (scores_prompt(chunk) or pools(chunk))
+
+
+def is_in_prompt(chunk: Chunk) -> bool:
+    """Whether it computes tokens of the prompt: others have nothing to be scored or pooled, and no forks."""
+    return chunk.start < chunk.sequence.num_prompt
 
 
 def pooled_share(chunk: Chunk, normed: Tensor) -> Tensor:

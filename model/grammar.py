@@ -13,13 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ..core.grammar import BadGrammar, GrammarCompiler, Vocabulary, in_short

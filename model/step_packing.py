@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.sequence import Chunk
-from .executor import BlockCopies, block_copies, forks_of, known_ids, wants_all_rows
+from .executor import BlockCopies, block_copies, forks_of, is_in_prompt, known_ids, wants_all_rows
 from .seats import Seat, Seats
 from .step_shapes import StepShape, StepShapes
 
@@ -154,16 +154,18 @@ class _StepInMaking:
         seat.num_blocks = last + 1
 
     def packed(self, copies: BlockCopies | None) -> PackedStep:
-        sampled = tuple([chunk if chunk is not None and chunk.samples else None for chunk in self._chunks])
-        scored = [number for number, chunk in enumerate(self._chunks) if chunk is not None and wants_all_rows(chunk)]
+        chunks = self._chunks
+        in_prompt = [(place, c) for place, c in enumerate(chunks) if c is not None and is_in_prompt(c)]
+        scored = [place for place, chunk in in_prompt if wants_all_rows(chunk)]
+        sampled = tuple([chunk if chunk is not None and chunk.samples else None for chunk in chunks])
         return PackedStep(
             number=self._number,
             shape=self._shape,
             arrays=self._arrays(scored),
             sampled=sampled,
             sampled_seats=np.where([chunk is not None for chunk in sampled], self._rows[:, 2], -1),
-            scored=tuple(chunk for number in scored if (chunk := self._chunks[number]) is not None),
-            forked=tuple([place for place, chunk in enumerate(sampled) if chunk is not None and forks_of(chunk)]),
+            scored=tuple(chunk for _, chunk in in_prompt if wants_all_rows(chunk)),
+            forked=tuple([place for place, chunk in in_prompt if forks_of(chunk)]),
             newcomers=self._seats.end_step(),
             copies=copies,
         )
