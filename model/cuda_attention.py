@@ -14,7 +14,7 @@ from .kv_tensors import KvTensors
 from .layers import DecoderLayer
 from .rope import Rope
 from .spec import DecoderSpec
-from .step_shapes import MAX_SHORT_PROMPTS, SHORT_PROMPT
+from .step_shapes import FEW_PROMPTS, SHORT_PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class CudaAttention:
 
         windows = {window or 0 for window in spec.windows}
         self._decodes = {window: workspace(max_decodes, 1) for window in windows}
-        self._shorts = {window: workspace(MAX_SHORT_PROMPTS, SHORT_PROMPT) for window in windows}
+        self._shorts = {window: workspace(FEW_PROMPTS, SHORT_PROMPT) for window in windows}
         self._spec = spec
         self._rotations = rotations
 

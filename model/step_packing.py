@@ -20,7 +20,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """What the device reads. Token rows are those of one-token chunks, then those of prompts.
+    """What the device reads. Token rows are those of decodes, then those of prompts.
 
     ``token_ids, positions, slots [num_tokens]``, a negative slot keeps no KV; ``rows [num_sequences, 8]``, ``segments
     [num_segments, 4]`` and their ``blocks`` as in `kernels/step_inputs`; ``lengths [num_sequences]`` are tokens at the
@@ -71,6 +71,7 @@ class StepPacker:
 
     def __init__(self, shapes: StepShapes, num_seats: int, block_size: int) -> None:
         self._shapes = shapes
+        self._graphed = frozenset(shapes.graphed())
         self._seats = Seats(num_seats)
         self._block_size = block_size
         self._number = 0
@@ -78,12 +79,15 @@ class StepPacker:
     def pack(self, chunks: Seq[Chunk], previous: PackedStep | None) -> PackedStep:
         """``previous`` is the step launched before, if its results were not taken before this one was planned.
 
-        Only then is it certain that its sequences kept their blocks.
+        Only then is it certain that its sequences kept their blocks. One-token chunks beside longer ones count as
+        prompts where the step then has a graph: their attention is slower, but launching the step even more so.
         """
         self._number += 1 if previous is not None else 2
         decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
         prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
-        shape = self._shapes.padded(len(decodes), [chunk.num_tokens for chunk in prompts])
+        if decodes and prompts and self._shapes.padded(0, _sizes(chunks)) in self._graphed:
+            decodes, prompts = [], list(chunks)
+        shape = self._shapes.padded(len(decodes), _sizes(prompts))
         step = _StepInMaking(shape, self._number, self._block_size, self._seats, previous.places() if previous else {})
         step.add_decodes(decodes)
         step.add_prompts(prompts)
@@ -123,7 +127,7 @@ class _StepInMaking:
     def add_prompts(self, chunks: Seq[Chunk]) -> None:
         """Behind the decodes, padded with sequences that have no token."""
         first, self._prompts = self._shape.num_decodes, chunks
-        ends = first + np.cumsum([chunk.num_tokens for chunk in chunks], dtype=np.int32)
+        ends = first + np.cumsum(_sizes(chunks), dtype=np.int32)
         self._last_rows[first : first + len(chunks)] = ends - 1
         for chunk in chunks:
             self._token_ids += known_ids(chunk)
@@ -175,7 +179,7 @@ class _StepInMaking:
         positions = np.maximum(self._lengths[: shape.num_decodes] - 1, 0)
         slots = self._rows[: shape.num_decodes, 4] * self._block_size + positions % self._block_size
         slots[self._lengths[: shape.num_decodes] == 0] = NO_SLOT
-        query_ends = np.cumsum([0, *(chunk.num_tokens for chunk in prompts)], dtype=np.int32)
+        query_ends = np.cumsum([0, *_sizes(prompts)], dtype=np.int32)
         padding = (0, shape.num_prompts - len(prompts))
         return StepArrays(
             token_ids=_filled(shape.num_tokens, 0, [_ints(self._token_ids)]),
@@ -200,6 +204,10 @@ class _StepInMaking:
         offsets = np.arange(self._block_size, dtype=np.int32)
         slots: Ints = np.add.outer(blocks * self._block_size, offsets).reshape(-1)
         return slots[chunk.start - first * self._block_size :][: chunk.num_tokens]
+
+
+def _sizes(chunks: Seq[Chunk]) -> list[int]:
+    return [chunk.num_tokens for chunk in chunks]
 
 
 def _positions(chunk: Chunk) -> Ints:

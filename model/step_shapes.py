@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+FEW_PROMPTS, MANY_PROMPTS = 4, 32
 SHORT_PROMPT = 32
-"""Chunks of at most so many tokens are attended to like decode rows: the context is split, since queries are few."""
-MAX_SHORT_PROMPTS = 32
-FEW_PROMPTS = 4
-PROMPT_NUMBERS = (FEW_PROMPTS, MAX_SHORT_PROMPTS)
+"""Few chunks of at most so many tokens are attended to like decode rows: the context is split, as queries are few."""
 GRAPHED_SHORT = {FEW_PROMPTS: (16, 32, 64, 128)}
-GRAPHED_LONG = {FEW_PROMPTS: (64, *range(128, 1025, 128)), MAX_SHORT_PROMPTS: (256, 512, 768, 1024)}
+GRAPHED_LONG = {FEW_PROMPTS: (64, *range(128, 1025, 128)), MANY_PROMPTS: (256, 512, 768, 1024)}
 """Tokens that steps of prompts alone are padded to, by the number of prompts: larger steps keep the device busy for
 longer than it takes to launch them kernel by kernel."""
 
@@ -55,7 +53,8 @@ class StepShapes:
 
     @property
     def prompt_ladder(self) -> list[int]:
-        return [*(size for size in PROMPT_NUMBERS if size < self.max_num_seqs), max(self.max_num_seqs, FEW_PROMPTS)]
+        numbers = (FEW_PROMPTS, MANY_PROMPTS)
+        return [*(size for size in numbers if size < self.max_num_seqs), max(self.max_num_seqs, FEW_PROMPTS)]
 
     @property
     def max_sequences(self) -> int:
@@ -65,7 +64,7 @@ class StepShapes:
         """The shape for so many one-token chunks and for prompt chunks of these sizes."""
         num_decodes = _next(num_decodes, self.decode_ladder)
         num_prompts, num_tokens = _next(len(prompt_tokens), self.prompt_ladder), sum(prompt_tokens)
-        is_short = 0 < num_prompts <= MAX_SHORT_PROMPTS and max(prompt_tokens) <= SHORT_PROMPT
+        is_short = 0 < num_prompts <= FEW_PROMPTS and max(prompt_tokens) <= SHORT_PROMPT
         graphed = _graphed_tokens(num_prompts, is_short)
         if num_decodes == 0 and graphed and num_tokens <= graphed[-1]:
             num_tokens = _next(num_tokens, graphed)

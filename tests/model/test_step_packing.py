@@ -107,22 +107,34 @@ def test_a_prompt_in_chunks_uploads_each_block_once() -> None:
 def test_decode_rows_come_first_and_are_padded_with_rows_that_store_nothing() -> None:
     pack = packer()
     decodes = [sequence(1, block) for block in (1, 2, 3)]
-    prompt = sequence(40, *range(10, 20))
-    packed = pack.pack([chunk(prompt, 40), *(chunk(one, 1) for one in decodes)], None)
+    prompt = sequence(1040, *range(10, 270))
+    packed = pack.pack([chunk(prompt, 1040), *(chunk(one, 1) for one in decodes)], None)
     arrays = packed.arrays
-    assert packed.shape == StepShape(4, 4, 44, is_short=False)
+    assert packed.shape == StepShape(4, 4, 1044, is_short=False)
     assert arrays.slots.tolist()[:5] == [4, 8, 12, -1, 40]
-    assert arrays.lengths.tolist() == [1, 1, 1, 0, 40, 0, 0, 0]
+    assert arrays.lengths.tolist() == [1, 1, 1, 0, 1040, 0, 0, 0]
     assert row(packed, 3) == (0, -1, -1, 0)
-    assert arrays.outputs.tolist() == [0, 1, 2, 3, 43, 0, 0, 0]
-    assert arrays.query_starts.tolist() == [0, 40, 40, 40, 40]
+    assert arrays.outputs.tolist() == [0, 1, 2, 3, 1043, 0, 0, 0]
+    assert arrays.query_starts.tolist() == [0, 1040, 1040, 1040, 1040]
     assert [place for place, one in enumerate(packed.sampled) if one is not None] == [0, 1, 2, 4]
     assert packed.places() == {id(one): place for one, place in zip([*decodes, prompt], (0, 1, 2, 4), strict=True)}
 
 
+def test_decodes_beside_a_prompt_count_as_prompts_where_the_step_then_has_a_graph() -> None:
+    pack, one, two = packer(), sequence(3, 9), sequence(50, *range(20, 33))
+    first = pack.pack([chunk(one, 3)], None)
+    second = pack.pack([chunk(one, 1), chunk(two, 50)], first)
+    arrays = second.arrays
+    assert second.shape == StepShape(0, 4, 64, is_short=False)
+    assert (row(second, 0), row(second, 1)) == ((0, 0, 0, 9), (50, -1, 12, 32))
+    assert (arrays.positions[:2].tolist(), arrays.slots[:2].tolist()) == ([3, 0], [39, 80])
+    assert (arrays.query_starts.tolist(), arrays.starts.tolist()) == ([0, 1, 51, 51, 51], [3, 0, 0, 0])
+    assert (arrays.lengths.tolist(), arrays.outputs.tolist()) == ([4, 50, 0, 0], [0, 50, 0, 0])
+
+
 def test_all_rows_of_a_scored_prompt_are_put_out_behind_the_last_ones() -> None:
     packed = packer().pack([chunk(sequence(1, 1, scored=True), 1), chunk(sequence(3, 2, scored=True), 3)], None)
-    assert packed.arrays.outputs.tolist() == [0, 3, 0, 0, 0, 0, 1, 2, 3]
+    assert packed.arrays.outputs.tolist() == [0, 3, 0, 0, 0, 1, 2, 3]
     assert [one.num_tokens for one in packed.scored] == [1, 3]
 
 

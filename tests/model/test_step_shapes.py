@@ -24,6 +24,7 @@ def test_a_step_of_prompts_alone_is_padded_to_a_shape_that_has_a_graph_up_to_102
     assert shapes.padded(0, [33]) == StepShape(0, 4, 64, is_short=False)
     assert shapes.padded(0, [512, 8]) == StepShape(0, 4, 640, is_short=False)
     assert shapes.padded(0, [64] * 5) == StepShape(0, 32, 512, is_short=False)
+    assert shapes.padded(0, [8] * 5) == StepShape(0, 32, 256, is_short=False)
     assert all(
         shapes.padded(0, tokens) in shapes.graphed() for tokens in ([33], [512, 8], [1024], [64] * 5, [32, 33] * 15)
     )
@@ -34,7 +35,7 @@ def test_other_prompts_keep_their_tokens() -> None:
     shapes = StepShapes(256)
     assert shapes.padded(3, [33]) == StepShape(4, 4, 37, is_short=False)
     assert shapes.padded(3, [32, 7]) == StepShape(4, 4, 43, is_short=True)
-    assert shapes.padded(0, [8] * 5) == StepShape(0, 32, 40, is_short=True)
+    assert shapes.padded(3, [8] * 5) == StepShape(4, 32, 44, is_short=False)
     assert shapes.padded(0, [2] * 33) == StepShape(0, 256, 66, is_short=False)
 
 
