@@ -329,5 +329,5 @@ def _task(number: int, choices: Seq[Choice]) -> PrefillTask:
     return PrefillTask(request=request, transfer_id=TransferId(request_id), decode=HERE)
 
 
-def _nothing_lands(push: Push, payload: Payload) -> None:
+def _nothing_lands(push: Push, payload: Payload) -> NoReturn:
     raise TransferFailed("there is no other worker")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from crossdock.core.config import EngineConfig
 from crossdock.core.messages import (
@@ -168,5 +169,5 @@ class OfflineEngine:
             part.handle(Delivery(HERE, message), time.monotonic())
 
 
-def _nothing_lands(push: Push, payload: Payload) -> None:
+def _nothing_lands(push: Push, payload: Payload) -> NoReturn:
     raise TransferFailed("there is no other worker")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from crossdock.benchmarks.transfer_limit import PlainCopy, machine, plain_copies
 from crossdock.benchmarks.transfer_link import CopyVariant, LinkFailed, LinkRow, Setting, measure_link
 from crossdock.benchmarks.transfer_shapes import SHAPES, Work, layout_of
 from crossdock.benchmarks.transfer_workers import Load, WorkerRow, measure_workers
+from crossdock.kvtransfer.pool_bytes import NUM_STAGING
 
 TRANSPORTS = {"cpu": "shm,ucx,tcp", "cuda": "cuda_ipc,ucx,tcp"}
 DEFAULT_SHAPES = {"cpu": "demo", "cuda": "llama-8b"}
@@ -93,6 +95,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="Most tokens on their way at once; longer works are left out.")
     parser.add_argument("--copy-variants", default="", help="Of cuda_ipc's kernel, as in 24x16x64x1,16x16x64x2.")
     parser.add_argument("--staging-mib", default="", help="Sizes of a staged piece to compare.")
+    parser.add_argument("--staging-buffers", default=str(NUM_STAGING), help="Numbers of them a side, for each size.")
     parser.add_argument("--steps", type=int, help="Of a window in which ITL is measured; 0: it is not.")
     parser.add_argument("--results", type=Path, help="Folder for a JSON file.")
     parser.add_argument("--name", default="transfer", help="What the file's name begins with.")
@@ -107,7 +110,9 @@ def works_of(asked: argparse.Namespace, max_tokens: int) -> list[Work]:
 
 def settings_of(asked: argparse.Namespace, shape: str, transport: str, num_blocks: int) -> list[Setting]:
     sizes = [int(size) << 20 for size in asked.staging_mib.split(",") if size and transport in ("ucx", "nccl")]
-    return [Setting(asked.device, layout_of(shape), num_blocks, transport, size) for size in sizes or [0]]
+    counts = [int(count) for count in asked.staging_buffers.split(",")]
+    layout = layout_of(shape)
+    return [Setting(asked.device, layout, num_blocks, transport, *each) for each in product(sizes or [0], counts)]
 
 
 def run_link(report: Report, asked: argparse.Namespace, transport: str, works: Sequence[Work]) -> None:

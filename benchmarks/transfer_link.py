@@ -6,11 +6,13 @@ landed, by the clock that all processes of a host share (``CLOCK_MONOTONIC``). C
 every round.
 """
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -27,7 +29,7 @@ from crossdock.core.part import Delivery
 from crossdock.core.request import TransferId
 from crossdock.kvtransfer.links import Links
 from crossdock.kvtransfer.offers import Offers, Owner, offers_of_gpu, offers_of_host
-from crossdock.kvtransfer.pool_bytes import STAGING_BYTES, PoolBytes, PoolMemory
+from crossdock.kvtransfer.pool_bytes import NUM_STAGING, PASSED, STAGING_BYTES, Mark, PoolBytes, PoolMemory
 from crossdock.kvtransfer.shm import allocate_shared
 
 NUM_GROUPS = 4
@@ -40,13 +42,17 @@ TRANSFER = TransferId("t")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What both sides are made of; the decode side takes the last GPU. ``staging_bytes`` 0: what workers take."""
+    """What both sides are made of; the decode side takes the last GPU.
+
+    ``staging_bytes`` 0: what workers take. ``num_staging`` is how many buffers of it a side has.
+    """
 
     device: str
     layout: KvLayout
     num_blocks: int
     transport: str
     staging_bytes: int = 0
+    num_staging: int = NUM_STAGING
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ class Side:
     def __init__(self, setting: Setting, role: Role) -> None:
         self.mailbox = Mailbox("127.0.0.1", 0, Incarnation(role.value))
         self.setting = setting
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK)
         self.memory, offers = self._pool_and_offers(role)
         if setting.transport not in offers:
             raise LinkFailed(f"{setting.transport} does not reach this pool; {', '.join(offers)} would")
@@ -119,16 +126,19 @@ class Side:
         post = self.mailbox.send
         self.links = Links(self.mailbox.peer, self.card, [self.transport], pool, self.memory, post, LEASE_SECONDS)
         self.poller = zmq.Poller()
-        for source in (self.mailbox.poll_socket, *(inbox.poll_socket for inbox in self.links.inboxes)):
+        for source in (self.mailbox.poll_socket, self.wake, *(inbox.poll_socket for inbox in self.links.inboxes)):
             self.poller.register(source, zmq.POLLIN)
 
     def _pool_and_offers(self, role: Role) -> tuple[PoolMemory, Offers]:
         setting = self.setting
-        owner = Owner(self.mailbox.peer, "127.0.0.1", b"benchmark", LEASE_SECONDS, lambda: None)
+        wake = partial(os.eventfd_write, self.wake, 1)
+        owner = Owner(self.mailbox.peer, "127.0.0.1", b"benchmark", LEASE_SECONDS, wake)
         num_bytes = setting.num_blocks * setting.layout.block_bytes
         if setting.device == "cpu":
             shared, staging_bytes = allocate_shared(num_bytes), setting.staging_bytes or STAGING_BYTES
-            host_pool = PoolBytes(shared.memory, setting.num_blocks, setting.layout, NUM_GROUPS, staging_bytes)
+            host_pool = PoolBytes(
+                shared.memory, setting.num_blocks, setting.layout, NUM_GROUPS, staging_bytes, setting.num_staging
+            )
             host_pool.array.reshape(-1)[:] = np.random.default_rng().integers(0, 255, num_bytes, np.uint8)
             return host_pool, offers_of_host(host_pool, shared, owner)
         from crossdock.kvtransfer import device_pool
@@ -139,7 +149,9 @@ class Side:
         tensor = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=gpu).view(setting.num_blocks, -1)
         torch.cuda.synchronize()
         staging_bytes = setting.staging_bytes or device_pool.STAGING_BYTES
-        pool = device_pool.DevicePool(tensor, setting.layout, NUM_GROUPS, CudaStream(gpu), staging_bytes)
+        pool = device_pool.DevicePool(
+            tensor, setting.layout, NUM_GROUPS, CudaStream(gpu), staging_bytes, setting.num_staging
+        )
         return pool, offers_of_gpu(pool, owner)
 
     @property
@@ -157,6 +169,8 @@ class Side:
 
     def turn(self, seconds: float, take: Callable[[Delivery], None]) -> None:
         self.links.wait(self.poller, seconds)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wake)
         for mailbox in (self.mailbox, *self.links.inboxes):
             while (delivery := mailbox.receive()) is not None:
                 if not self.links.handle(delivery, time.monotonic()):
@@ -172,18 +186,20 @@ def be_decode(setting: Setting, parent: Connection) -> None:
     side.links.update(router, [sender, side.info], time.monotonic())
     num_awaited = num_landed = 0
     deadline = 0.0
+    landing: Mark = PASSED
 
     def take(delivery: Delivery) -> None:
-        nonlocal num_landed
+        nonlocal num_landed, landing
         if isinstance(delivery.message, Push):
             if len(delivery.payload):
-                side.links.land(delivery.message, delivery.payload)
+                landing = side.links.land(delivery.message, delivery.payload)
             num_landed += len(delivery.message.blocks)
 
     while True:
         while num_awaited and time.monotonic() < deadline:
             side.turn(0.0, take)
             if num_landed == num_awaited:
+                landing.synchronize()
                 parent.send(time.monotonic())
                 num_awaited = num_landed = 0
         side.turn(0.001, take)
@@ -288,7 +304,7 @@ def linked(setting: Setting) -> Iterator[Pair]:
 
 def measure_link(setting: Setting, works: Sequence[Work], variants: Sequence[CopyVariant] = ()) -> Iterator[LinkRow]:
     """A row a work, for each of the variants if there are any. Raises `LinkFailed`."""
-    label = f"{setting.staging_bytes >> 20} MiB" if setting.staging_bytes else ""
+    label = f"{setting.num_staging}x{setting.staging_bytes >> 20} MiB" if setting.staging_bytes else ""
     with linked(setting) as pair:
         for variant in variants or (None,):
             if variant is not None:

@@ -36,6 +36,7 @@ from ..core.request import Request, RequestId, TransferId
 from ..core.sequence import Sequence, ending
 from ..core.unfit import refuse_unfit
 from ..kvtransfer.lease import LeaseBook
+from ..kvtransfer.pool_bytes import PASSED, Mark
 from ..kvtransfer.receiver import Change, Receiver, ReceiverActions, answer_unknown
 
 TOMBSTONE_SECONDS = 30.0
@@ -47,8 +48,8 @@ class Arrival:
 
     ``receiver`` exists once it has blocks. ``sequence`` owns them until it is handed on or ended; the receiver stays
     a while longer to answer what is repeated, and as long as its blocks are quarantined. The offer with its prompt
-    does not stay. ``committed_at`` is when the first `Commit` came, which said ``exposed_seconds``. ``reminder`` is the
-    number of the one that counts.
+    does not stay. ``landing`` is behind the copies of all payloads so far. ``committed_at`` is when the first `Commit`
+    came, which said ``exposed_seconds``. ``reminder`` is the number of the one that counts.
     """
 
     transfer_id: TransferId
@@ -58,6 +59,7 @@ class Arrival:
     sender: Peer
     sequence: Sequence | None
     receiver: Receiver | None = None
+    landing: Mark = PASSED
     heard_at: float = 0.0
     committed_at: float | None = None
     exposed_seconds: float = 0.0
@@ -85,7 +87,7 @@ class Arrivals:
         lease_seconds: float,
         num_held_back: Callable[[], int],
         attach: Callable[[Handover], None],
-        land: Callable[[Push, Payload], None],
+        land: Callable[[Push, Payload], Mark],
         may_run: MayRun = lambda sequence: True,
         checksums: Checksums = no_checksums,
     ) -> None:
@@ -214,7 +216,10 @@ class Arrivals:
         """Do what the transfer's state machine asks for after ``delivery``, or by itself."""
         if actions.lands:
             assert delivery is not None and isinstance(delivery.message, Push), "only a push brings bytes"
-            self._land(delivery.message, delivery.payload)
+            arrival.landing = self._land(delivery.message, delivery.payload)
+        if actions.change is not None:
+            # no step reads these blocks, and nobody else gets them, before all that was launched for them has run
+            arrival.landing.synchronize()
         if actions.change is Change.ATTACH and not self._is_intact(arrival):
             assert arrival.receiver is not None, "an attachment comes from the receiver"
             actions = arrival.receiver.refuse_corrupted()

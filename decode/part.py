@@ -23,6 +23,7 @@ from ..core.part import Checksums, Delivery, Handover, MayRun, Outbox, Payload, 
 from ..core.request import RequestId, TransferId
 from ..core.sequence import Chunk, ChunkResult, settle
 from ..core.stages import StageName, Timeline
+from ..kvtransfer.pool_bytes import Mark
 from .arrivals import Arrivals
 from .scheduler import DecodeScheduler
 
@@ -44,8 +45,8 @@ class _Held:
 class DecodePart:
     """See the module's docstring for the life of a request.
 
-    ``land`` puts the payload of a `Push` into the pool; ``group_bytes`` are the bytes of one block's layer groups.
-    ``checksums`` are compared with those of a `Commit` that brings any.
+    ``land`` launches the copy of a `Push`'s payload into the pool; ``group_bytes`` are the bytes of one block's layer
+    groups. ``checksums`` are compared with those of a `Commit` that brings any.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class DecodePart:
         tables: BlockTables,
         outbox: Outbox,
         group_bytes: tuple[int, ...],
-        land: Callable[[Push, Payload], None],
+        land: Callable[[Push, Payload], Mark],
         lease_seconds: float,
         may_run: MayRun = lambda sequence: True,
         checksums: Checksums = no_checksums,

@@ -13,7 +13,8 @@ from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import TransferFailed
 from ..kernels.kv_copy import LINK, copy_blocks, layer_span
 from .cuda_memory import HANDLE_BYTES, CudaError, export_memory, map_memory, unmap_memory
-from .device_pool import DevicePool, Mark
+from .device_pool import DevicePool
+from .pool_bytes import Mark
 from .shm import host_identity
 from .transport import BlockCopy, NotReachable
 

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.kv_layout import KvLayout, LayerGroup
+from ..core.messages import Push
 from ..core.part import Payload
 from ..kernels.kv_copy import gather_blocks, scatter_blocks
-from .pool_bytes import PoolMemory
+from .pool_bytes import NUM_STAGING, Mark, PoolMemory
 
 LIST_ALIGNMENT = 4
 """Entries: kernels are compiled for addresses that are multiples of 16 bytes."""
@@ -22,17 +23,6 @@ MAX_LISTS = 256
 """Uploads that are kept, so that the layer groups of a transfer share theirs: more than transfers go side by side."""
 STAGING_BYTES = 128 << 20
 """Of a piece that is staged in a GPU's memory: starting to send one costs little beside its time on the link."""
-
-
-class Mark(Protocol):
-    """A point in a stream."""
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether all that was launched before has run."""
-
-    def synchronize(self) -> None:
-        """Wait until all that was launched before has run."""
 
 
 class CopyStream(Protocol):
@@ -53,7 +43,8 @@ class CopyStream(Protocol):
 class DevicePool(PoolMemory):
     """``tensor [num_blocks, ...]`` is the whole pool, contiguous; the owner keeps it alive.
 
-    All but `block_list` and `block_lists` wait for the device, for as long as their own copy takes.
+    `pack`, `land`, `block_list` and `block_lists` only launch; all else waits for the device, for as long as its own
+    copy takes.
     """
 
     def __init__(
@@ -63,8 +54,9 @@ class DevicePool(PoolMemory):
         num_groups: int,
         stream: CopyStream,
         staging_bytes: int = STAGING_BYTES,
+        num_staging: int = NUM_STAGING,
     ) -> None:
-        super().__init__(len(tensor), layout, num_groups, staging_bytes)
+        super().__init__(len(tensor), layout, num_groups, staging_bytes, num_staging)
         shape = (self.num_blocks, layout.num_layers, layout.layer_bytes)
         self.tensor = tensor.view(-1).view(torch.uint8).view(shape)
         self.stream = stream
@@ -88,8 +80,14 @@ class DevicePool(PoolMemory):
         with self.stream.launching():
             spans = staging[:num_bytes].view(shape)
             gather_blocks(self.tensor, self.block_list(blocks), range(layers.first, layers.end), spans)
-            self.stream.mark().synchronize()
         return num_bytes
+
+    def mark(self) -> Mark:
+        return self.stream.mark()
+
+    def land(self, header: Push, payload: Payload) -> Mark:
+        self._scatter(header.blocks, self.groups[header.group], payload)
+        return self.mark()
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         with self.stream.launching():
@@ -104,11 +102,14 @@ class DevicePool(PoolMemory):
         return (words * factors).sum()
 
     def write(self, blocks: Sequence[int], layers: LayerGroup, payload: Payload) -> None:
+        self._scatter(blocks, layers, payload)
+        self.mark().synchronize()
+
+    def _scatter(self, blocks: Sequence[int], layers: LayerGroup, payload: Payload) -> None:
         shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
         with self.stream.launching():
             staged = payload if isinstance(payload, Tensor) else self._uploaded(payload)
             scatter_blocks(staged.view(shape), self.block_list(blocks), range(layers.first, layers.end), self.tensor)
-            self.stream.mark().synchronize()
 
     def _uploaded(self, payload: Payload) -> Tensor:
         assert isinstance(payload, bytes | memoryview), "what is not on the device came through the host"

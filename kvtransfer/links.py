@@ -35,7 +35,7 @@ from ..core.messages import (
 )
 from ..core.part import Delivery, Payload, TransferFailed
 from .loans import MAX_POOL_SHARE, Lender
-from .pool_bytes import PoolMemory
+from .pool_bytes import Mark, PoolMemory
 from .probe import Probe, ProbeActions, Trial
 from .transport import POOL_WRITERS, BlockCopy, Copying, Inbox, LinkDown, NotReachable, Transport
 
@@ -163,9 +163,9 @@ class Links:
         else:
             self._post(to, message)
 
-    def land(self, header: Push, payload: Payload) -> None:
-        """Bring the payload of an accepted push to its place in the pool."""
-        self._memory.land(header, payload)
+    def land(self, header: Push, payload: Payload) -> Mark:
+        """Launch the copy of an accepted push's payload to its place in the pool: there once the mark is passed."""
+        return self._memory.land(header, payload)
 
     def handle(self, delivery: Delivery, now: float) -> bool:
         """A message of a probe, of either side, or a refusal to take part in one; false for any other."""

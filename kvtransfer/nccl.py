@@ -17,8 +17,8 @@ from ..core.mailbox import Mailbox
 from ..core.messages import ChannelEnded, ChannelInvite, Peer, PieceSent, ProbeSent, Push, TransportCard
 from ..core.part import TransferFailed
 from .nccl_channel import Carried, Channel, Network, Rank
-from .nccl_inbox import MAX_CHANNELS, NUM_BUFFERS, NcclInbox, invitation_code
-from .pieces import PackingPieces, StagedAddress, split_push
+from .nccl_inbox import MAX_CHANNELS, NcclInbox, invitation_code
+from .pieces import PackingPieces, StagedAddress, next_bytes
 from .pool_bytes import PoolMemory
 from .staging_ring import StagingRing
 from .transport import BlockCopy, LinkDown, NotReachable
@@ -48,7 +48,7 @@ class _Way:
     def stop(self, reason: str) -> None:
         """What is not packed by now is lost, and so its transfer, which its lease ends."""
         for packing in self.packing:
-            packing.pieces.clear()
+            packing.drop()
         self.packing.clear()
         self.channel.end(reason)
 
@@ -99,7 +99,7 @@ class NcclTransport:
         self._leaving.pop(to, None)
         self._num_channels += 1
         channel = Channel(self._network, Rank.SENDER, self._patience_seconds, self._wake)
-        ring = StagingRing(self._pool, NUM_BUFFERS)
+        ring = StagingRing(self._pool)
         self._ways[peer] = _Way(to, there.staging_bytes, self._num_channels, channel, ring)
 
     def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> PackingPieces:
@@ -109,7 +109,7 @@ class NcclTransport:
         if way.channel.failure is not None:
             raise LinkDown(f"the channel has failed: {way.channel.failure}")
         max_blocks = self._pool.staging_blocks(copy.layers, way.staging_bytes)
-        packing = PackingPieces(to, split_push(header, copy, max_blocks), self._pump)
+        packing = PackingPieces(to, header, copy, max_blocks, self._pump)
         way.packing.append(packing)
         self._pump()
         return packing
@@ -121,6 +121,7 @@ class NcclTransport:
         """Only what goes there; what comes from there ends with `inbox.forget`, or when the peer says so."""
         way = self._ways.pop(peer, None)
         if way is not None:
+            self._pool.mark().synchronize()
             self._take_down(way, "it is not needed any more")
             self._leaving[way.to] = self._clock() + self._patience_seconds
 
@@ -165,21 +166,29 @@ class NcclTransport:
             self._mailbox.forget(peer)
 
     def _pack(self, way: _Way) -> None:
+        way.channel.advance()
         while way.sent and way.sent[0].is_done:
             way.ring.give_back(way.sent.popleft().buffer)
         while way.packing and way.ring.num_free:
-            pieces = way.packing[0].pieces
-            if not pieces:
+            packing = way.packing[0]
+            if packing.num_left:
+                self._send(way, packing)
+            else:
                 way.packing.popleft()
-                continue
-            message, copy = pieces.popleft()
-            buffer = way.ring.take()
-            num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
-            way.unsaid.append(
-                PieceSent(channel=way.number, number=way.num_pieces, num_bytes=num_bytes, message=message)
-            )
-            way.num_pieces += 1
-            way.sent.append(way.channel.carry(buffer, num_bytes))
+
+    def _send(self, way: _Way, packing: PackingPieces) -> None:
+        """Launch the next piece's copy into a buffer, announce it, and have it sent as soon as the copy has run."""
+        span_bytes = self._pool.span_bytes(packing.copy.layers)
+        on_their_way = sum(carried.num_bytes for carried in way.sent)
+        wanted = next_bytes(on_their_way, packing.num_left * span_bytes, is_last=len(way.packing) == 1)
+        message, copy = packing.take(max(1, wanted // span_bytes))
+        buffer = way.ring.take()
+        num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
+        packing.packed = packed = self._pool.mark()
+        way.unsaid.append(PieceSent(channel=way.number, number=way.num_pieces, num_bytes=num_bytes, message=message))
+        way.num_pieces += 1
+        self._speak(way)
+        way.sent.append(way.channel.carry(buffer, num_bytes, packed))
 
     def _speak(self, way: _Way) -> None:
         """Invite the peer as soon as the channel has its id, then announce what is sent."""

@@ -1,4 +1,4 @@
-"""Bulk from one process to one other through a communicator, on a thread of its own: nobody else ever waits for it.
+"""Bulk from one process to one other through a communicator. What may take long has a thread: to join, and to abort.
 
 ::
 
@@ -6,6 +6,9 @@
        │                                                                                 │
        └── end(), an error of the communicator, no progress for too long ── FAILED <─────┘
                                                                               └── the abort has returned: GONE
+
+In between the loop carries, by `Channel.advance`, and the thread only wakes it: whatever else it did would wait for the
+loop to let go of Python's lock.
 
 A buffer belongs to the channel from `Channel.carry` until it is carried or the channel is GONE: what a communicator
 may still read or write is never used for anything else. An abort that fails, or never returns, keeps its buffers.
@@ -17,16 +20,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Protocol
 
 from ..core.part import Payload
+from .pool_bytes import PASSED, Mark
 
 BATCH_BYTES = 16 << 20
 """So much is started together, since to start it costs as much as to carry it. What is larger is done sooner alone."""
 POLL_SECONDS = 100e-6
-"""How late the end of a transfer may be seen."""
+"""How late a sleeping loop may see the end of a transfer."""
 CLOSE_SECONDS = 2.0
 
 _log = logging.getLogger("crossdock.links")
@@ -52,7 +55,7 @@ class Work(Protocol):
 
 
 class Communicator(Protocol):
-    """One side of the way between two processes. One thread calls it, and no call but `abort` takes long."""
+    """One side of the way between two processes. One thread at a time calls it, and no call but `abort` takes long."""
 
     @property
     def is_busy(self) -> bool:
@@ -61,8 +64,10 @@ class Communicator(Protocol):
         Raises `CommunicatorFailed`, also for what happened to work that was started before.
         """
 
-    def start(self, buffers: Sequence[Payload]) -> Work:
-        """Send these, or receive into them, after all that was started before. Only when it is not busy.
+    def start(self, buffers: Sequence[Payload], after: Mark) -> Work:
+        """Send these, or receive into them, after all that was started before and what ``after`` is behind.
+
+        Only when it is not busy, and without waiting.
 
         Both sides must start buffers of the same sizes in the same order, together or one by one. Raises
         `CommunicatorFailed`.
@@ -91,10 +96,14 @@ class Network(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Carried:
-    """The first ``num_bytes`` of a buffer on their way; ``is_done`` once they have left, or are here."""
+    """The first ``num_bytes`` of a buffer on their way; ``is_done`` once they have left, or are here.
+
+    The device leaves the buffer alone until ``after`` is passed.
+    """
 
     buffer: Payload
     num_bytes: int
+    after: Mark
     is_done: bool = False
 
 
@@ -111,8 +120,9 @@ _unsafe: list[_Batch] = []
 class Channel:
     """One side, from its making. Without ``unique_id`` it makes one, to be told to the peer.
 
-    If there is something to do and nothing is done for ``patience_seconds``, the channel fails. ``wake`` is called
-    from another thread whenever something has changed here.
+    All is called by one thread, and `advance` in each iteration of its loop. If there is something to do and nothing is
+    done for ``patience_seconds``, the channel fails. ``wake`` is called from another thread whenever something has
+    changed here, and again and again while bytes are on their way.
     """
 
     def __init__(
@@ -131,21 +141,54 @@ class Channel:
         self._rank = rank
         self._patience_seconds = patience_seconds
         self._wake = wake
-        self._asked: SimpleQueue[Carried | None] = SimpleQueue()
+        self._communicator: Communicator | None = None
+        self._waiting: deque[Carried] = deque()
+        self._batches: deque[_Batch] = deque()
+        self._last_progress = time.monotonic()
         self._end_reason: str | None = None
+        self._has_work = Event()
         self._thread = Thread(target=self._run, name="channel", daemon=True)
         self._thread.start()
 
-    def carry(self, buffer: Payload, num_bytes: int) -> Carried:
+    def carry(self, buffer: Payload, num_bytes: int, after: Mark = PASSED) -> Carried:
         """Send or fill the beginning of a buffer, after all that were given before."""
-        carried = Carried(buffer, num_bytes)
-        self._asked.put(carried)
+        carried = Carried(buffer, num_bytes, after)
+        if not (self._waiting or self._batches):
+            self._last_progress = time.monotonic()
+        self._waiting.append(carried)
+        self._has_work.set()
+        self.advance()
         return carried
+
+    def advance(self) -> None:
+        """Start what waits and see what is done."""
+        communicator = self._communicator
+        if communicator is None or self._end_reason is not None or not (self._waiting or self._batches):
+            return
+        try:
+            self._advance(communicator)
+        except CommunicatorFailed as error:
+            self.end(str(error))
 
     def end(self, reason: str) -> None:
         """Carry nothing more; does not wait for that. The first reason counts."""
         self._end_reason = self._end_reason or reason
-        self._asked.put(None)
+        self._has_work.set()
+
+    def _advance(self, communicator: Communicator) -> None:
+        """Raises `CommunicatorFailed`."""
+        if not communicator.is_busy and self._waiting:
+            items = _take_batch(self._waiting)
+            buffers = [item.buffer[: item.num_bytes] for item in items]
+            self._batches.append(_Batch(items, communicator.start(buffers, items[-1].after)))
+        while self._batches and self._batches[0].work.is_done:
+            for item in self._batches.popleft().items:
+                item.is_done = True
+            self._last_progress = time.monotonic()
+        if not (self._waiting or self._batches):
+            self._has_work.clear()
+        elif time.monotonic() - self._last_progress > self._patience_seconds:
+            raise CommunicatorFailed(f"no progress for {self._patience_seconds:g} s")
 
     def wait_until_gone(self) -> None:
         """For a while: the process may end all the same."""
@@ -154,7 +197,6 @@ class Channel:
     # --- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        batches: deque[_Batch] = deque()  # holds their buffers until the abort has returned
         communicator: Communicator | None = None
         reason = "its thread has crashed"
         try:
@@ -162,56 +204,44 @@ class Channel:
                 self.unique_id = self._network.new_id()
                 self._wake()
             communicator = self._network.join(self.unique_id, self._rank)
-            reason = self._serve(communicator, batches)
+            self._await_peer(communicator)
+            self._last_progress = time.monotonic()
+            self._communicator = communicator  # which is the loop's from here on, until it wants to end
+            reason = self._keep_awake()
         except CommunicatorFailed as error:
             reason = str(error)
         finally:
             self.failure = reason
             self._wake()
             if communicator is not None:
-                self._abort(communicator, batches)
+                self._abort(communicator)
             self.is_gone = True
             self._wake()
 
-    def _abort(self, communicator: Communicator, batches: deque[_Batch]) -> None:
+    def _abort(self, communicator: Communicator) -> None:
         try:
             communicator.abort()
         except CommunicatorFailed as error:
-            _unsafe.extend(batches)
+            _unsafe.extend(self._batches)
             _log.warning("%s: a communicator could not be aborted: %s", self._network.name, error)
 
-    def _serve(self, communicator: Communicator, batches: deque[_Batch]) -> str:
-        """Until it is asked to end, and why. Raises `CommunicatorFailed`."""
-        waiting: deque[Carried] = deque()
-        last_progress = time.monotonic()
-        while self._end_reason is None:
-            is_busy = communicator.is_busy
-            if waiting and not is_busy:
-                items = _take_batch(waiting)
-                batches.append(_Batch(items, communicator.start([item.buffer[: item.num_bytes] for item in items])))
-            elif batches and batches[0].work.is_done:
-                for item in batches.popleft().items:
-                    item.is_done = True
-                last_progress = time.monotonic()
-                self._wake()
-            else:
-                is_idle = not (waiting or batches or is_busy)
-                if not is_idle and time.monotonic() - last_progress > self._patience_seconds:
-                    raise CommunicatorFailed(f"no progress for {self._patience_seconds:g} s")
-                waiting += self._hear(None if is_idle else POLL_SECONDS)
-                if is_idle:
-                    last_progress = time.monotonic()
-        return self._end_reason
+    def _await_peer(self, communicator: Communicator) -> None:
+        """Raises `CommunicatorFailed`."""
+        end = time.monotonic() + self._patience_seconds
+        while communicator.is_busy and self._end_reason is None:
+            if time.monotonic() > end:
+                raise CommunicatorFailed(f"no progress for {self._patience_seconds:g} s")
+            time.sleep(POLL_SECONDS)
 
-    def _hear(self, seconds: float | None) -> list[Carried]:
-        """All that has been asked for, after waiting for the first of it."""
-        taken: list[Carried] = []
-        try:
-            while (item := self._asked.get(timeout=0.0 if taken else seconds)) is not None:
-                taken.append(item)
-        except Empty:
-            pass
-        return taken
+    def _keep_awake(self) -> str:
+        """Until the channel is asked to end, and why."""
+        while self._end_reason is None:
+            self._wake()
+            if self._has_work.is_set():
+                time.sleep(POLL_SECONDS)
+            else:
+                self._has_work.wait()
+        return self._end_reason
 
 
 def _take_batch(waiting: deque[Carried]) -> list[Carried]:

@@ -13,6 +13,7 @@ from .device_pool import DevicePool
 from .nccl import NcclTransport
 from .nccl_channel import CommunicatorFailed
 from .nccl_library import NcclLibrary, NcclNetwork
+from .pool_bytes import Mark
 
 PATIENCE_LEASES = 0.5
 """Of a transfer that takes longer nothing would be left but its lease."""
@@ -47,6 +48,9 @@ class NcclStream:
         event = torch.cuda.Event()
         event.record(self._stream)
         return CudaMark(event)
+
+    def wait(self, mark: Mark) -> None:
+        mark.delay(self._stream)
 
     def address_of(self, buffer: Payload) -> int:
         assert isinstance(buffer, Tensor) and buffer.is_cuda, "NCCL carries what lies on a GPU"

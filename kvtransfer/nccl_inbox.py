@@ -22,8 +22,6 @@ from .staging_ring import StagingRing
 
 _log = logging.getLogger("crossdock.links")
 
-NUM_BUFFERS = 3
-"""One is on its way, one waits behind it, and one is packed or landed."""
 MAX_CHANNELS = 8
 """A direction, with those that are still being ended: each holds a ring. Further peers use another transport."""
 MAX_AHEAD = 64
@@ -86,7 +84,10 @@ class NcclInbox:
         return self._mailbox.num_rejected + self._num_refused
 
     def receive(self) -> Delivery | None:
-        """The next piece; its payload is good until the next call."""
+        """The next piece; its payload is good for what is launched on the pool until the next call.
+
+        Its buffer is filled again only behind the pool's copies until then, for which the device waits, not the loop.
+        """
         if self._lent is not None:
             source, buffer = self._lent
             source.ring.give_back(buffer)
@@ -141,9 +142,7 @@ class NcclInbox:
             self._tell(sender, invite.channel, f"the peer has its {MAX_CHANNELS} channels")
             return
         channel = Channel(self._network, Rank.RECEIVER, self._patience_seconds, self._wake, invite.unique_id)
-        self._sources[sender.incarnation] = _Source(
-            sender, invite.channel, channel, StagingRing(self._pool, NUM_BUFFERS)
-        )
+        self._sources[sender.incarnation] = _Source(sender, invite.channel, channel, StagingRing(self._pool))
 
     def _announced(self, piece: PieceSent, sender: Peer) -> None:
         source = self._sources.get(sender.incarnation)
@@ -161,12 +160,14 @@ class NcclInbox:
 
     def _advance(self, source: _Source) -> None:
         """Have the bytes of the next headers received, as far as there are buffers."""
+        source.channel.advance()
         if source.channel.failure is not None:
             self._fail(source, source.channel.failure)
             return
         while source.ring.num_free and (piece := source.announced.pop(source.next_number, None)) is not None:
             source.next_number += 1
-            source.arriving.append((piece, source.channel.carry(source.ring.take(), piece.num_bytes)))
+            buffer, after = source.ring.take(), self._pool.mark()
+            source.arriving.append((piece, source.channel.carry(buffer, piece.num_bytes, after)))
         is_missing = bool(source.announced) and source.next_number not in source.announced
         if not is_missing:
             source.missing_since = None

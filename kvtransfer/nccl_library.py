@@ -25,6 +25,7 @@ from typing import Protocol
 
 from ..core.part import Payload
 from .nccl_channel import CommunicatorFailed, Rank, Work
+from .pool_bytes import Mark as CopyMark
 
 LIBRARY = "libnccl.so.2"
 OLDEST = 21900
@@ -85,6 +86,9 @@ class Stream(Protocol):
         """The device is the thread's current one inside."""
 
     def mark(self) -> Mark: ...
+
+    def wait(self, mark: CopyMark) -> None:
+        """Have what is launched here from now on run behind ``mark``; does not wait for it itself."""
 
     def address_of(self, buffer: Payload) -> int: ...
 
@@ -192,9 +196,10 @@ class NcclCommunicator:
             self._begun = None
         return False
 
-    def start(self, buffers: Sequence[Payload]) -> Work:
+    def start(self, buffers: Sequence[Payload], after: CopyMark) -> Work:
         assert self._begun is None, "not before the last one is handed over"
         spans = [(self._stream.address_of(buffer), len(buffer)) for buffer in buffers]
+        self._stream.wait(after)
         with self._stream.on_device():
             self._library.begin(self._handle, self._rank, spans, self._stream.handle)
         self._begun = work = NcclWork(self)

@@ -1,7 +1,6 @@
 """A push in pieces, each of which goes through a staging buffer on either side."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,11 +8,13 @@ from msgspec.structs import replace
 
 from ..core.messages import Peer, ProbeSent, Push
 from ..core.part import TransferFailed
+from .pool_bytes import PASSED, Mark
 from .transport import BlockCopy, NotReachable
 
 WAIT_SECONDS = 0.5
 
-Pieces = deque[tuple[Push | ProbeSent, BlockCopy]]
+RAMP_BYTES = 32 << 20
+"""Of the smallest piece that is made of a larger push: to launch one takes as long as to carry it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +38,61 @@ class StagedAddress:
         return cls(int(staging_bytes), address)
 
 
-def split_push(header: Push | ProbeSent, copy: BlockCopy, max_blocks: int) -> Pieces:
-    """At most ``max_blocks`` blocks each; the digest of a probe speaks of all its blocks, so they stay together."""
-    if isinstance(header, ProbeSent):
-        return deque([(header, copy)])
-    return deque((replace(header, blocks=piece.destinations), piece) for piece in copy.split(max_blocks))
-
-
 @dataclass(slots=True, eq=False)
 class PackingPieces:
-    """`Copying`: done when all pieces are packed, so that their sources are free."""
+    """`Copying`: done when all pieces have been packed, so that their sources are free.
+
+    A piece has ``max_blocks`` at most; the digest of a probe speaks of all its blocks, so they stay together.
+    ``packed`` is behind the copy of the last piece that was taken.
+    """
 
     to: Peer
-    pieces: Pieces
+    header: Push | ProbeSent
+    copy: BlockCopy
+    max_blocks: int
     progress: Callable[[], None]
+    packed: Mark = PASSED
+    num_taken: int = 0
     wakes = True
 
     @property
+    def num_left(self) -> int:
+        """Blocks that no piece has taken."""
+        return len(self.copy.sources) - self.num_taken
+
+    def take(self, num_blocks: int) -> tuple[Push | ProbeSent, BlockCopy]:
+        """The next piece, of so many blocks or fewer, and what is said of it."""
+        if isinstance(self.header, ProbeSent):
+            self.drop()
+            return self.header, self.copy
+        piece = slice(self.num_taken, self.num_taken + min(num_blocks, self.max_blocks))
+        copy = BlockCopy(self.copy.sources[piece], self.copy.destinations[piece], self.copy.layers)
+        self.num_taken += len(copy.sources)
+        return replace(self.header, blocks=copy.destinations), copy
+
+    def drop(self) -> None:
+        """Nobody takes what is left."""
+        self.num_taken = len(self.copy.sources)
+
+    @property
     def is_done(self) -> bool:
-        return not self.pieces
+        return not self.num_left and self.packed.is_passed
 
     def wait(self) -> None:
         """The buffers may be with a peer that has stopped, of whose death this worker must hear."""
         end = time.monotonic() + WAIT_SECONDS
         while not self.is_done:
             if time.monotonic() > end:
-                self.pieces.clear()
+                self.drop()
                 raise TransferFailed("there was no free buffer in time")
             self.progress()
+
+
+def next_bytes(bytes_on_their_way: int, bytes_left: int, is_last: bool) -> int:
+    """How large the next piece should be, so that the link neither waits for the first to be packed nor the receiver
+    for the last to be brought to its blocks: as large as what is on its way, and half of what is left at the end.
+
+    A copy beside the link is three times as fast as the link, so what is twice as large is packed in time.
+    """
+    most = bytes_left // 2 if is_last else bytes_left
+    return max(RAMP_BYTES, min(bytes_on_their_way, most))

@@ -8,6 +8,8 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,36 @@ Bytes = NDArray[np.uint8]
 
 STAGING_BYTES = 4 << 20
 """Of a piece that is staged in the host's memory, where larger ones are no faster and fall out of the caches."""
+NUM_STAGING = 4
+"""Buffers a side: with so many one is packed or landed while others are on their way and none waits for the loop."""
+
+
+class Mark(Protocol):
+    """A point in the order in which the copies of one pool run."""
+
+    @property
+    def is_passed(self) -> bool:
+        """All that was launched before has run."""
+
+    def synchronize(self) -> None:
+        """Wait for that."""
+
+    def delay(self, stream: object) -> None:
+        """Without waiting, have what is launched from now on in another stream of the same device run behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """`Mark` where a copy has run when it returns."""
+
+    is_passed = True
+
+    def synchronize(self) -> None: ...
+
+    def delay(self, stream: object) -> None: ...
+
+
+PASSED = Passed()
 
 
 def view_pool(memory: memoryview, num_blocks: int, layout: KvLayout) -> Bytes:
@@ -43,12 +75,16 @@ def checksum(spans: Bytes) -> int:
 class PoolMemory(ABC):
     """``groups`` are the layer groups in which transfers travel; a span of group g has ``group_bytes[g]`` bytes.
 
-    A staging buffer has ``staging_bytes``, and always room for a block at least.
+    A staging buffer has ``staging_bytes``, and always room for a block at least; a ring has ``num_staging`` of them.
+    All copies run in the order in which they were launched.
     """
 
-    def __init__(self, num_blocks: int, layout: KvLayout, num_groups: int, staging_bytes: int) -> None:
+    def __init__(
+        self, num_blocks: int, layout: KvLayout, num_groups: int, staging_bytes: int, num_staging: int
+    ) -> None:
         self.layout = layout
         self.staging_bytes = max(staging_bytes, layout.block_bytes)
+        self.num_staging = num_staging
         self.num_blocks = num_blocks
         self.groups = layout.layer_groups(num_groups)
         self.group_bytes = tuple(map(self.span_bytes, self.groups))
@@ -67,7 +103,14 @@ class PoolMemory(ABC):
 
     @abstractmethod
     def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> int:
-        """Copy the spans, one after the other, to the beginning of a staging buffer; their number of bytes."""
+        """Launch a copy of the spans, one after the other, to the beginning of a staging buffer.
+
+        Their number of bytes; all of them are there once a `mark` made after this is passed.
+        """
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Behind all copies that have been launched."""
 
     @abstractmethod
     def read(self, blocks: Sequence[int], layers: LayerGroup) -> bytes:
@@ -81,9 +124,9 @@ class PoolMemory(ABC):
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         """One a layer group over its spans of these blocks, one after the other: `checksum` of their 32-bit words."""
 
-    def land(self, header: Push, payload: Payload) -> None:
-        """Bring the payload of a push that the receiver has accepted to its place."""
-        self.write(header.blocks, self.groups[header.group], payload)
+    @abstractmethod
+    def land(self, header: Push, payload: Payload) -> Mark:
+        """Launch the copy of an accepted push's payload to its place; the mark is passed when it is there."""
 
 
 class PoolBytes(PoolMemory):
@@ -96,8 +139,9 @@ class PoolBytes(PoolMemory):
         layout: KvLayout,
         num_groups: int,
         staging_bytes: int = STAGING_BYTES,
+        num_staging: int = NUM_STAGING,
     ) -> None:
-        super().__init__(num_blocks, layout, num_groups, staging_bytes)
+        super().__init__(num_blocks, layout, num_groups, staging_bytes, num_staging)
         self.array = view_pool(memory, num_blocks, layout)
 
     def read(self, blocks: Sequence[int], layers: LayerGroup) -> bytes:
@@ -115,6 +159,13 @@ class PoolBytes(PoolMemory):
             source = self.array[run.source : run.source + run.num_blocks, layers.first : layers.end]
             spans[run.destination : run.destination + run.num_blocks] = source
         return num_bytes
+
+    def mark(self) -> Mark:
+        return PASSED
+
+    def land(self, header: Push, payload: Payload) -> Mark:
+        self.write(header.blocks, self.groups[header.group], payload)
+        return PASSED
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         return [checksum(self.array[list(blocks), group.first : group.end]) for group in self.groups]

@@ -7,11 +7,11 @@ from .pool_bytes import PoolMemory
 
 
 class StagingRing:
-    """``num_buffers`` of the pool's kind. They are made when they are first wanted: many workers never stage."""
+    """``num_staging`` of the pool. They are made when they are first wanted: many workers never stage."""
 
-    def __init__(self, pool: PoolMemory, num_buffers: int) -> None:
+    def __init__(self, pool: PoolMemory) -> None:
         self._pool = pool
-        self._num_unmade = num_buffers
+        self._num_unmade = pool.num_staging
         self._free: deque[Payload] = deque()
 
     @property

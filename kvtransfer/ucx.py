@@ -1,7 +1,8 @@
 """Transport between any two hosts by UCX: RDMA, NVLink, shared memory or TCP, whatever UCX finds.
 
 A push is packed piece by piece into a ring of staging buffers, which UCX registers once. Each piece goes out as two
-tagged messages: a header and the bytes (ucx_inbox.py).
+tagged messages: a header and the bytes (ucx_inbox.py). The header leaves while the device packs the bytes, and they
+follow when it has: nothing here waits for the device, so that pieces are packed while others travel.
 """
 
 import logging
@@ -9,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -17,17 +18,19 @@ import numpy as np
 from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import Payload, TransferFailed
 from ..core.wire_format import encode
-from .pieces import PackingPieces, StagedAddress, split_push
-from .pool_bytes import PoolBytes, PoolMemory
+from .pieces import PackingPieces, StagedAddress, next_bytes
+from .pool_bytes import Mark, PoolBytes, PoolMemory
 from .staging_ring import StagingRing
 from .transport import BlockCopy, NotReachable
-from .ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, NUM_BUFFERS, Header, UcxInbox
+from .ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, Header, UcxInbox
 from .ucx_lanes import Surroundings, active_rdma_ports, advice
 from .ucx_port import Endpoint, Pending, Port, UcxFailed
 
 _log = logging.getLogger("crossdock.ucx")
 
 TAG_BITS = 64 - KIND_BITS
+AWAKE_SECONDS = 0.002
+"""The largest piece takes a sixth of it over NVLink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +43,23 @@ class _Connection:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A piece on its way over ``connection``, its header and its bytes, that is to be gone by ``deadline``."""
+    """A piece on its way over ``connection``, its header and its bytes, that is to be gone by ``deadline``.
+
+    ``bytes_tag`` is that of the bytes until they have been given to UCX, which they are once ``packed`` is passed.
+    """
 
     to: Peer
     connection: _Connection
     deadline: float
     buffer: Payload
-    pendings: tuple[Pending, Pending]
+    num_bytes: int
+    packed: Mark
+    bytes_tag: int | None
+    pendings: list[Pending] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
-        return all(pending.is_done for pending in self.pendings)
+        return self.bytes_tag is None and all(pending.is_done for pending in self.pendings) and self.packed.is_passed
 
 
 class UcxTransport:
@@ -68,7 +77,7 @@ class UcxTransport:
         patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._port = Port(key)
+        self._port = Port(key, 0.0 if isinstance(pool, PoolBytes) else AWAKE_SECONDS)
         self.card = TransportCard("ucx", str(StagedAddress(pool.staging_bytes, self._port.address)))
         self.inbox = UcxInbox(self._port, pool, me, patience_seconds, self._pump, clock)
         self._pool = pool
@@ -78,7 +87,7 @@ class UcxTransport:
         self._connections: dict[Peer, _Connection] = {}
         self._num_connections = 0
         self._addresses: dict[Peer, StagedAddress] = {}
-        self._ring = StagingRing(pool, NUM_BUFFERS)
+        self._ring = StagingRing(pool)
         self._packing: deque[PackingPieces] = deque()
         self._warnings: dict[Peer, str] = {}
         self._sent: list[_Sent] = []
@@ -103,7 +112,7 @@ class UcxTransport:
         if not self._is_open(to):
             raise TransferFailed("UCX has no way to the peer")
         max_blocks = self._pool.staging_blocks(copy.layers, self._addresses[to].staging_bytes)
-        packing = PackingPieces(to, split_push(header, copy, max_blocks), self._progress)
+        packing = PackingPieces(to, header, copy, max_blocks, self._progress)
         self._packing.append(packing)
         self._pump()
         return packing
@@ -145,7 +154,8 @@ class UcxTransport:
 
     def forget(self, peer: Peer) -> None:
         for packing in [packing for packing in self._packing if packing.to == peer]:
-            packing.pieces.clear()
+            packing.drop()
+        self._pool.mark().synchronize()
         connection = self._connections.pop(peer, None)
         self._addresses.pop(peer, None)
         self._warnings.pop(peer, None)
@@ -163,49 +173,74 @@ class UcxTransport:
         self._port.progress()
         self._pump()
 
-    def _pump(self) -> None:
-        """Take back the buffers of pieces that have arrived or are given up, and pack into them what waits."""
+    def _pump(self) -> bool:
+        """Take back the buffers of pieces that have arrived or are given up, and pack into them what waits.
+
+        Whether something is still being packed.
+        """
         for sent in self._sent:
             if self._clock() > sent.deadline and self._connections.get(sent.to) is sent.connection:
                 self._reconnect(sent.to, sent.connection)
+        self._send_packed()
         for sent in [sent for sent in self._sent if sent.is_done]:
             self._sent.remove(sent)
             self._ring.give_back(sent.buffer)
-            is_open = self._connections.get(sent.to) is sent.connection and sent.connection.endpoint.is_alive
-            if is_open and sent.to not in self._warnings:
+            if self._is_usable(sent) and sent.to not in self._warnings:
                 self._note_lanes(sent.to)
         while self._packing and self._ring.num_free:
             packing = self._packing[0]
-            if packing.pieces and self._is_open(packing.to):
-                self._send(packing.to, *packing.pieces.popleft())
+            if packing.num_left and self._is_open(packing.to):
+                self._pack(packing)
             else:
-                packing.pieces.clear()
+                packing.drop()
                 self._packing.popleft()
+        self._send_packed()
+        return any(sent.bytes_tag is not None for sent in self._sent)
 
-    def _send(self, to: Peer, message: Push | ProbeSent, copy: BlockCopy) -> None:
-        """Pieces of which one is lost never become a whole transfer, which its lease then ends."""
+    def _is_usable(self, sent: _Sent) -> bool:
+        """Its connection is still the one to that peer."""
+        return self._connections.get(sent.to) is sent.connection and sent.connection.endpoint.is_alive
+
+    def _pack(self, packing: PackingPieces) -> None:
+        """Launch the copy of the next piece into a buffer, and announce it meanwhile."""
+        span_bytes = self._pool.span_bytes(packing.copy.layers)
+        on_their_way = sum(sent.num_bytes for sent in self._sent)
+        wanted = next_bytes(on_their_way, packing.num_left * span_bytes, is_last=len(self._packing) == 1)
+        message, copy = packing.take(max(1, wanted // span_bytes))
         buffer = self._ring.take()
         num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
+        packing.packed = packed = self._pool.mark()
         self._next_tag = (self._next_tag + 1) % (1 << TAG_BITS)
         tag = self._next_tag << KIND_BITS | DATA_TAG
-        connection = self._connections[to]
+        connection = self._connections[packing.to]
+        deadline = self._clock() + self._patience_seconds
+        sent = _Sent(packing.to, connection, deadline, buffer, num_bytes, packed, tag)
+        self._sent.append(sent)
         header = Header(
             sender=self._me,
-            to=to.incarnation,
+            to=packing.to.incarnation,
             reply=self._port.address,
             connection=connection.number,
             tag=tag,
             num_bytes=num_bytes,
             message=encode(message),
         )
-        announced = np.frombuffer(msgspec.msgpack.encode(header), np.uint8)
-        endpoint = connection.endpoint
+        self._give(sent, np.frombuffer(msgspec.msgpack.encode(header), np.uint8), HEADER_TAG)
+
+    def _send_packed(self) -> None:
+        """The bytes of announced pieces, as soon as they are in their buffers."""
+        for sent in self._sent:
+            if sent.bytes_tag is not None and sent.packed.is_passed:
+                tag, sent.bytes_tag = sent.bytes_tag, None
+                self._give(sent, sent.buffer[: sent.num_bytes], tag)
+
+    def _give(self, sent: _Sent, data: object, tag: int) -> None:
+        """Pieces of which one is lost never become a whole transfer, which its lease then ends."""
         try:
-            pendings = endpoint.send(announced, HEADER_TAG), endpoint.send(buffer[:num_bytes], tag)
+            if self._is_usable(sent):
+                sent.pendings.append(sent.connection.endpoint.send(data, tag))
         except UcxFailed:
-            self._ring.give_back(buffer)
-            return
-        self._sent.append(_Sent(to, connection, self._clock() + self._patience_seconds, buffer, pendings))
+            sent.bytes_tag = None
 
 
 def _host(peer: Peer) -> str:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..core.messages import MalformedMessage, Message, Peer, ProbeSent, Push
 from ..core.part import Delivery, Payload
 from ..core.wire_format import decode
-from .pool_bytes import PoolMemory
+from .pool_bytes import Mark, PoolMemory
 from .staging_ring import StagingRing
 from .ucx_port import Endpoint, Pending, Port, UcxFailed
 
@@ -30,7 +30,6 @@ DATA_TAG = 2
 KIND_BITS = 16
 """The low bits of a tag say what it is; the others of a data tag are its piece's own."""
 HEADER_MASK = (1 << KIND_BITS) - 1
-NUM_BUFFERS = 4
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -60,7 +59,11 @@ class _Piece:
 
 
 class UcxInbox:
-    """``on_progress`` is called whenever UCX may have moved something; ``me`` is this worker's incarnation."""
+    """``me`` is this worker's incarnation.
+
+    ``on_progress`` is called whenever UCX may have moved something, and says whether the device copies something to be
+    sent.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class UcxInbox:
         pool: PoolMemory,
         me: Peer,
         receive_seconds: float,
-        on_progress: Callable[[], None],
+        on_progress: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.poll_socket = port.poll_socket
@@ -81,26 +84,31 @@ class UcxInbox:
         self._on_progress = on_progress
         self._clock = clock
         self._endpoints: dict[Peer, Endpoint] = {}
-        self._ring = StagingRing(pool, NUM_BUFFERS)
+        self._ring = StagingRing(pool)
         self._welcome: dict[Peer, int] = {}
         self._headers: list[tuple[Pending, NDArray[np.uint8]]] = []
         self._pieces: deque[_Piece] = deque()
         self._cancelled: list[_Piece] = []
         self._lent: Payload | None = None
+        self._landing: deque[tuple[Mark, Payload]] = deque()
 
     def receive(self) -> Delivery | None:
-        """The next piece; its payload is good until the next call. ``None``: none is whole, and the port is armed."""
+        """The next piece. ``None``: none is whole, and the port is armed.
+
+        Its payload is good for what is launched on the pool until the next call: only when the pool's copies until then
+        have run is the buffer used again.
+        """
         if self._lent is not None:
-            self._ring.give_back(self._lent)
+            self._landing.append((self._pool.mark(), self._lent))
             self._lent = None
         self._port.progress()
-        self._on_progress()
+        is_packing = self._on_progress()
         self._take_back()
         self._take_headers()
         self._begin_receiving()
         delivery = self._next_whole()
         if delivery is None:
-            self._port.arm()
+            self._port.arm(is_copying=is_packing or bool(self._landing))
         return delivery
 
     def forget(self, peer: Peer) -> None:
@@ -196,7 +204,9 @@ class UcxInbox:
             self._take_back()
 
     def _take_back(self) -> None:
-        """The buffers of ended pieces, as soon as UCX says that nothing can be written to them any more."""
+        """Buffers whose bytes have landed, and those of ended pieces once UCX can write nothing to them any more."""
+        while self._landing and self._landing[0][0].is_passed:
+            self._ring.give_back(self._landing.popleft()[1])
         cancelled, self._cancelled = self._cancelled, []
         for piece in cancelled:
             if piece.pending is not None and not piece.pending.is_done:

@@ -21,7 +21,10 @@ class Mark(Protocol):
         """Whether all that was launched before has run."""
 
     def synchronize(self) -> None:
-        """Wait until all that was launched before has run."""
+        """Wait for that."""
+
+    def delay(self, stream: object) -> None:
+        """Have what is launched from now on in another stream of the device run behind it."""
 
 
 class DeviceStream(Protocol):
@@ -61,6 +64,10 @@ class CudaMark:
         """On this device: a thread that knows none would set up another one for itself, half a GiB there."""
         with torch.cuda.device(self.device):
             self.event.synchronize()
+
+    def delay(self, stream: object) -> None:
+        assert isinstance(stream, torch.cuda.Stream), "streams of another kind belong to no GPU"
+        stream.wait_event(self.event)
 
 
 class CudaStream:

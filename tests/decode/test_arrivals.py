@@ -1,5 +1,7 @@
 """Requests whose KV is on its way; blocks of 16 tokens, two layer groups, pushes over ``tcp``."""
 
+from dataclasses import dataclass
+
 import pytest
 from msgspec.structs import replace
 
@@ -18,10 +20,11 @@ from crossdock.core.messages import (
     Reservation,
     Revoke,
 )
-from crossdock.core.part import Delivery, Handover
+from crossdock.core.part import Delivery, Handover, Payload
 from crossdock.core.request import Request, RequestId, TransferId
 from crossdock.core.sequence import Sequence
 from crossdock.decode.arrivals import TOMBSTONE_SECONDS, Arrivals
+from crossdock.kvtransfer.pool_bytes import Mark, Passed
 from crossdock.kvtransfer.receiver import LINGER_LEASES
 
 from ..parts import (
@@ -44,6 +47,17 @@ GROUP_BYTES = (LAYOUT.layer_bytes,) * NUM_GROUPS
 FIRST = 500
 
 
+@dataclass(frozen=True, slots=True)
+class Landing(Passed):
+    """Behind the copies of so many payloads; that somebody waits for it is noted."""
+
+    bench: "Bench"
+    count: int
+
+    def synchronize(self) -> None:
+        self.bench.waited_for.append((self.count, len(self.bench.attached), self.bench.books))
+
+
 class Bench:
     def __init__(self, num_blocks: int = 8) -> None:
         self.tables = tables_of(num_blocks)
@@ -51,6 +65,8 @@ class Bench:
         self.num_held_back = 0
         self.attached: list[Handover] = []
         self.landed: list[tuple[int, list[int]]] = []
+        self.waited_for: list[tuple[int, int, PoolBooks]] = []
+        """Copies, requests attached by then, and the books by then."""
         self.asked: list[str] = []
         self.arrivals = Arrivals(
             card(num_blocks),
@@ -60,10 +76,14 @@ class Bench:
             LEASE_SECONDS,
             lambda: self.num_held_back,
             self.attached.append,
-            lambda push, payload: self.landed.append((push.group, push.blocks)),
+            self._land,
             self._may_run,
             lambda blocks: [sum(blocks), len(blocks)],
         )
+
+    def _land(self, push: Push, payload: Payload) -> Mark:
+        self.landed.append((push.group, push.blocks))
+        return Landing(self, len(self.landed))
 
     def _may_run(self, sequence: Sequence) -> bool:
         self.asked.append(name_of(sequence))
@@ -165,6 +185,21 @@ def test_an_offer_gets_blocks_and_attaches_when_every_push_and_the_commit_are_he
     assert (handover.router, sequence.output_ids, sequence.blocks) == (ROUTER, [FIRST], [0, 1, 2])
     assert (sequence.num_computed, sequence.num_scheduled, sequence.num_unscheduled) == (40, 40, 1)
     assert (bench.arrivals.num_arriving, bench.books) == (0, leased(3, 5))
+
+
+def test_blocks_change_hands_only_when_the_copies_of_all_payloads_have_run() -> None:
+    bench = Bench()
+    bench.offer(request("a", 16))
+    bench.push("a", 0, [0])
+    bench.push("a", 1, [0])
+    assert bench.waited_for == []
+    bench.hear(commit("a", 2))
+    assert (bench.waited_for, len(bench.attached)) == ([(2, 0, leased(1, 7))], 1)
+    bench = Bench()
+    bench.offer(request("b", 16))
+    bench.push("b", 0, [0])
+    assert bench.hear(cancel("b")) == []
+    assert (bench.waited_for, bench.books) == ([(1, 0, leased(1, 7))], leased(0, 8))
 
 
 def test_only_missing_blocks_are_reserved() -> None:

@@ -9,6 +9,7 @@ from crossdock.core.part import Delivery, Handover, StepBudget
 from crossdock.core.request import Request, RequestId, TransferId
 from crossdock.core.sequence import Chunk, ChunkResult, FinishReason, Sequence
 from crossdock.decode.part import DecodePart
+from crossdock.kvtransfer.pool_bytes import PASSED
 
 from ..parts import LAYOUT, LEASE_SECONDS, PREFILL, ROUTER, Record, card, free, from_router, request, tables_of
 
@@ -19,7 +20,7 @@ class Bench:
         self.outbox = Record()
         group_bytes = (LAYOUT.layer_bytes,) * 2
         self.part = DecodePart(
-            card(num_blocks), self.tables, self.outbox, group_bytes, lambda push, payload: None, LEASE_SECONDS
+            card(num_blocks), self.tables, self.outbox, group_bytes, lambda push, payload: PASSED, LEASE_SECONDS
         )
 
     def adopt(self, wanted: Request, first_token_id: int = 500) -> Sequence:

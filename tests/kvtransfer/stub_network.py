@@ -12,6 +12,7 @@ import numpy as np
 
 from crossdock.core.part import Payload
 from crossdock.kvtransfer.nccl_library import NcclLibrary, NcclNetwork
+from crossdock.kvtransfer.pool_bytes import Mark
 
 SOURCE = Path(__file__).with_name("stub_nccl.c")
 
@@ -57,6 +58,9 @@ class HostStream:
 
     def mark(self) -> HostMark:
         return HostMark(self, self.library.stubLaunched(self.handle))
+
+    def wait(self, mark: Mark) -> None:
+        mark.synchronize()
 
     def address_of(self, buffer: Payload) -> int:
         assert isinstance(buffer, np.ndarray)

@@ -24,8 +24,8 @@ from crossdock.core.messages import (
 from crossdock.core.part import Delivery, TransferFailed
 from crossdock.core.request import RequestId, TransferId
 from crossdock.kvtransfer.nccl import NcclTransport
-from crossdock.kvtransfer.nccl_inbox import MAX_AHEAD, MAX_CHANNELS, NUM_BUFFERS, invitation_code
-from crossdock.kvtransfer.pool_bytes import PoolBytes
+from crossdock.kvtransfer.nccl_inbox import MAX_AHEAD, MAX_CHANNELS, invitation_code
+from crossdock.kvtransfer.pool_bytes import NUM_STAGING, PoolBytes
 from crossdock.kvtransfer.transport import BlockCopy, LinkDown, NotReachable
 
 from ..parts import Clock
@@ -134,7 +134,7 @@ def header(blocks: list[int]) -> Push:
 
 def test_a_push_of_more_bytes_than_all_buffers_hold_arrives_piece_by_piece(pair: Pair) -> None:
     blocks = list(range(NUM_BLOCKS))
-    assert NUM_PIECES > 2 * NUM_BUFFERS
+    assert NUM_PIECES > 2 * NUM_STAGING
     assert not pair.prefill.push(pair.decode, blocks, blocks[::-1])  # the sources are not free yet
     pair.run_until(lambda: len(pair.decode.arrived) == NUM_PIECES)
     assert np.array_equal(pair.decode.pool.array, pair.prefill.pool.array[::-1])

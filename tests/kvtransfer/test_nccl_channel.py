@@ -37,10 +37,12 @@ def network(library: CDLL) -> NcclNetwork:
 def nothing() -> None: ...
 
 
-def until(is_true: Callable[[], object]) -> None:
+def until(is_true: Callable[[], object], *channels: Channel) -> None:
     end = time.monotonic() + 20.0
     while not is_true():
         assert time.monotonic() < end, "not within 20 s"
+        for channel in channels:
+            channel.advance()
         time.sleep(0.001)
 
 
@@ -58,6 +60,13 @@ class Ends:
     def receive(self, num_bytes: int) -> tuple[Carried, Bytes]:
         into = np.zeros(num_bytes, np.uint8)
         return self.receiver.carry(into, num_bytes), into
+
+    def until(self, is_true: Callable[[], object]) -> None:
+        until(is_true, self.sender, self.receiver)
+
+    def go_on_for(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end)
 
     def close(self) -> None:
         self.sender.end("the test is over")
@@ -81,19 +90,19 @@ def test_buffers_arrive_whole_and_in_order_however_many_are_started_together(end
     sent = [data_of(size, number) for number, size in enumerate(sizes)]
     sending = [ends.send(data) for data in sent[:4]]
     arriving = [ends.receive(size) for size in sizes[:2]]
-    until(lambda: arriving[1][0].is_done)
+    ends.until(lambda: arriving[1][0].is_done)
     arriving += [ends.receive(size) for size in sizes[2:]]
     sending += [ends.send(data) for data in sent[4:]]
-    until(lambda: all(carried.is_done for carried in [*sending, *(each for each, _ in arriving)]))
+    ends.until(lambda: all(carried.is_done for carried in [*sending, *(each for each, _ in arriving)]))
     assert all(np.array_equal(data, into) for data, (_, into) in zip(sent, arriving, strict=True))
 
 
 def test_nothing_is_done_before_it_is(ends: Ends) -> None:
     sending = ends.send(data_of(1000))
-    time.sleep(0.05)
+    ends.go_on_for(0.05)
     assert not sending.is_done
     arriving, into = ends.receive(1000)
-    until(lambda: sending.is_done and arriving.is_done)
+    ends.until(lambda: sending.is_done and arriving.is_done)
     assert np.array_equal(into, data_of(1000))
 
 
@@ -101,11 +110,11 @@ def test_an_idle_channel_is_patient(network: NcclNetwork) -> None:
     ends = Ends(network, PATIENCE_SECONDS)
     arriving, _ = ends.receive(10)
     ends.send(data_of(10))
-    until(lambda: arriving.is_done)
+    ends.until(lambda: arriving.is_done)
     time.sleep(2 * PATIENCE_SECONDS)
     arriving, into = ends.receive(10)
     ends.send(data_of(10))
-    until(lambda: arriving.is_done)
+    ends.until(lambda: arriving.is_done)
     assert (ends.sender.failure, ends.receiver.failure, into.tolist()) == (None, None, data_of(10).tolist())
     ends.close()
 
@@ -119,7 +128,7 @@ def test_a_peer_that_never_joins_is_given_up_in_time(network: NcclNetwork) -> No
 def test_bytes_that_never_come_end_the_channel_in_time(network: NcclNetwork) -> None:
     ends = Ends(network, PATIENCE_SECONDS)
     arriving, _ = ends.receive(10)
-    until(lambda: ends.receiver.is_gone)
+    ends.until(lambda: ends.receiver.is_gone)
     assert (ends.receiver.failure, arriving.is_done) == ("no progress for 0.3 s", False)
     ends.close()
 
@@ -128,7 +137,7 @@ def test_a_receive_of_another_size_ends_both_sides_in_time(network: NcclNetwork)
     ends = Ends(network, PATIENCE_SECONDS)
     arriving, _ = ends.receive(10)
     sending = ends.send(data_of(11))
-    until(lambda: ends.receiver.is_gone and ends.sender.is_gone)
+    ends.until(lambda: ends.receiver.is_gone and ends.sender.is_gone)
     assert (arriving.is_done, sending.is_done) == (False, False)
 
 
@@ -136,9 +145,9 @@ def test_an_error_of_the_library_ends_the_channel_at_once(network: NcclNetwork, 
     library.stubNoticesDeath(1)
     ends = Ends(network)
     arriving, _ = ends.receive(10)
-    time.sleep(0.05)
+    ends.go_on_for(0.05)
     ends.sender.end("the test wants it")
-    until(lambda: ends.receiver.is_gone)
+    ends.until(lambda: ends.receiver.is_gone)
     assert (ends.sender.failure, ends.receiver.failure) == ("the test wants it", "remote process exited")
     assert not arriving.is_done
 
@@ -153,13 +162,13 @@ def test_an_id_that_is_none_fails(network: NcclNetwork) -> None:
 def test_a_channel_is_gone_only_when_the_abort_has_returned(network: NcclNetwork, library: CDLL) -> None:
     ends = Ends(network)
     ends.receive(10)
-    time.sleep(0.05)
+    ends.go_on_for(0.05)
     library.stubDelaysAbort(300_000)
     ends.receiver.end("the test wants it")
-    until(lambda: ends.receiver.failure)
+    ends.until(lambda: ends.receiver.failure)
     assert not ends.receiver.is_gone
     begun = time.monotonic()
-    until(lambda: ends.receiver.is_gone)
+    ends.until(lambda: ends.receiver.is_gone)
     assert time.monotonic() - begun > 0.2
     ends.close()
 
@@ -172,11 +181,11 @@ def test_buffers_whose_abort_has_failed_are_kept_for_ever(
 
     ends = Ends(network)
     _, into = ends.receive(10)
-    time.sleep(0.05)
+    ends.go_on_for(0.05)
     with monkeypatch.context() as patched:
         patched.setattr(NcclCommunicator, "abort", fail)
         ends.receiver.end("the test wants it")
-        until(lambda: ends.receiver.is_gone)
+        ends.until(lambda: ends.receiver.is_gone)
     assert any(item.buffer is into for batch in _unsafe for item in batch.items)
     _unsafe.clear()
     ends.sender.end("the test is over")
@@ -196,10 +205,11 @@ def test_channels_both_ways_with_random_sizes_and_sudden_ends_bring_only_what_wa
                 pairs[way].send(sent[way][-1])
             elif len(arriving[way]) < 30:
                 arriving[way].append(pairs[way].receive(sizes[way][len(arriving[way])]))
-            time.sleep(chance.random() * 0.002)
+            for pair in pairs:
+                pair.go_on_for(chance.random() * 0.001)
         chance.choice([pairs[0].sender, pairs[0].receiver]).end("the test wants it")
         num_matched = min(len(sent[1]), len(arriving[1]))
-        until(lambda: all(carried.is_done for carried, _ in arriving[1][:num_matched]))  # noqa: B023
+        pairs[1].until(lambda: all(carried.is_done for carried, _ in arriving[1][:num_matched]))  # noqa: B023
         for pair in pairs:
             pair.close()
         for way in range(2):

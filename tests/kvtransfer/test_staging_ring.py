@@ -18,8 +18,8 @@ class CountingPool(PoolBytes):
 
 
 def test_buffers_are_made_when_they_are_wanted_and_the_one_free_for_longest_is_next() -> None:
-    pool = CountingPool(memoryview(bytearray(LAYOUT.block_bytes)), 1, LAYOUT, 1, staging_bytes=64)
-    ring = StagingRing(pool, 2)
+    pool = CountingPool(memoryview(bytearray(LAYOUT.block_bytes)), 1, LAYOUT, 1, staging_bytes=64, num_staging=2)
+    ring = StagingRing(pool)
     assert (pool.num_made, ring.num_free) == (0, 2)
     first = ring.take()
     ring.give_back(first)

@@ -13,10 +13,10 @@ from crossdock.core.messages import Abort, Incarnation, LeaseId, Message, Peer, 
 from crossdock.core.part import Delivery, TransferFailed
 from crossdock.core.request import RequestId, TransferId
 from crossdock.core.wire_format import encode
-from crossdock.kvtransfer.pool_bytes import PoolBytes
+from crossdock.kvtransfer.pool_bytes import NUM_STAGING, PoolBytes
 from crossdock.kvtransfer.transport import BlockCopy, NotReachable
 from crossdock.kvtransfer.ucx import UcxTransport
-from crossdock.kvtransfer.ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, NUM_BUFFERS, Header
+from crossdock.kvtransfer.ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, Header
 from crossdock.kvtransfer.ucx_port import Endpoint, Port
 
 from ..parts import Clock
@@ -81,7 +81,7 @@ def push(pair: Pair, sources: list[int], destinations: list[int]) -> bool:
 
 def test_a_push_of_more_bytes_than_all_buffers_hold_arrives_piece_by_piece(pair: Pair) -> None:
     blocks = list(range(NUM_BLOCKS))
-    assert NUM_BLOCKS * LAYOUT.block_bytes > 2 * NUM_BUFFERS * pair.prefill.pool.staging_bytes
+    assert NUM_BLOCKS * LAYOUT.block_bytes > 2 * NUM_STAGING * pair.prefill.pool.staging_bytes
     assert not push(pair, blocks, blocks[::-1])  # the sources are not free yet
     num_pieces = -(-NUM_BLOCKS // pair.prefill.pool.staging_blocks(pair.prefill.pool.all_layers))
     pair.run_until(lambda: len(pair.decode.arrived) == num_pieces)
@@ -221,7 +221,7 @@ def test_a_header_that_is_none_is_counted(pair: Pair, rogue: Rogue, data: bytes)
 
 
 def test_announced_bytes_that_never_come_give_their_buffers_back_in_time(pair: Pair, rogue: Rogue) -> None:
-    for number in range(2 * NUM_BUFFERS):
+    for number in range(2 * NUM_STAGING):
         rogue.announce(tag=number << KIND_BITS | DATA_TAG)
     push(pair, [1], [2])
     for _ in range(20):
@@ -244,7 +244,7 @@ def test_bytes_that_came_in_time_end_with_the_sender_whose_other_bytes_did_not(p
         inbox._port.progress()
     pair.clock.now += RECEIVE_SECONDS + 0.1
     assert inbox.receive() is None
-    assert (len(inbox._pieces), inbox._ring.num_free) == (0, NUM_BUFFERS)
+    assert (len(inbox._pieces), inbox._ring.num_free) == (0, NUM_STAGING)
 
 
 def test_whoever_waits_for_buffers_that_never_come_back_does_not_wait_for_ever(
@@ -252,7 +252,7 @@ def test_whoever_waits_for_buffers_that_never_come_back_does_not_wait_for_ever(
 ) -> None:
     monkeypatch.setattr("crossdock.kvtransfer.pieces.WAIT_SECONDS", 0.05)
     transport = pair.prefill.transport
-    held = [transport._ring.take() for _ in range(NUM_BUFFERS)]
+    held = [transport._ring.take() for _ in range(NUM_STAGING)]
     copying = transport.push(pair.decode.me, header([0]), BlockCopy([0], [0], pair.prefill.pool.all_layers))
     with pytest.raises(TransferFailed, match="no free buffer"):
         copying.wait()
@@ -298,7 +298,7 @@ def test_pieces_fit_the_buffers_of_a_peer_whose_memory_is_of_another_kind(pair: 
 
 
 def test_bytes_that_their_sender_gave_up_hold_no_buffer_once_it_has_connected_anew(pair: Pair, rogue: Rogue) -> None:
-    for number in range(2 * NUM_BUFFERS):
+    for number in range(2 * NUM_STAGING):
         rogue.announce(tag=number << KIND_BITS | DATA_TAG)
     rogue.announce(connection=2, tag=99 << KIND_BITS | DATA_TAG)
     sent = rogue.endpoint.send(np.ones(LAYOUT.block_bytes, np.uint8), 99 << KIND_BITS | DATA_TAG)
@@ -308,14 +308,14 @@ def test_bytes_that_their_sender_gave_up_hold_no_buffer_once_it_has_connected_an
     assert len(pair.decode.arrived) == 1
     assert set(pair.decode.pool.array[0].ravel()) == {1}
     inbox = pair.decode.transport.inbox
-    assert (len(inbox._pieces), inbox._ring.num_free) == (0, NUM_BUFFERS)
+    assert (len(inbox._pieces), inbox._ring.num_free) == (0, NUM_STAGING)
 
 
 def test_a_peer_that_closed_its_end_gets_another_connection_when_it_takes_nothing_for_long(pair: Pair) -> None:
     push(pair, [0], [0])
     pair.run_until(lambda: pair.decode.arrived)
     pair.decode.transport.forget(pair.prefill.me)
-    for number in range(NUM_BUFFERS):
+    for number in range(NUM_STAGING):
         push(pair, [number], [number])
     for _ in range(20):
         pair.prefill.turn()
@@ -325,4 +325,4 @@ def test_a_peer_that_closed_its_end_gets_another_connection_when_it_takes_nothin
     push(pair, [1], [2])
     pair.run_until(lambda: len(pair.decode.arrived) == 2)
     assert pair.decode.memory[2 * LAYOUT.block_bytes // 4] == LAYOUT.block_bytes // 4
-    pair.run_until(lambda: pair.prefill.transport._ring.num_free == NUM_BUFFERS)
+    pair.run_until(lambda: pair.prefill.transport._ring.num_free == NUM_STAGING)

@@ -17,6 +17,7 @@ from crossdock.core.block_pool import BlockPool  # noqa: E402
 from crossdock.core.block_tables import BlockTables  # noqa: E402
 from crossdock.core.config import CHUNK_TOKENS  # noqa: E402
 from crossdock.core.prefix_cache import PrefixCache  # noqa: E402
+from crossdock.kvtransfer.pool_bytes import PASSED  # noqa: E402
 from crossdock.model.cpu_executor import CpuExecutor  # noqa: E402
 from crossdock.model.cuda_startup import build_executor, build_network  # noqa: E402
 from crossdock.model.device_stream import CudaStream, DeviceStream, Launch, Mark  # noqa: E402
@@ -27,12 +28,6 @@ from crossdock.model.loading import build_transformer  # noqa: E402
 from crossdock.model.startup import LoadedModel, no_vocabulary  # noqa: E402
 
 NUM_PROGRAMS = None if HAS_GPU else 6
-
-
-class Passed:
-    is_passed = True
-
-    def synchronize(self) -> None: ...
 
 
 class ImmediateStream:
@@ -47,7 +42,7 @@ class ImmediateStream:
         return torch.empty(num_elements, dtype=dtype)
 
     def mark(self) -> Mark:
-        return Passed()
+        return PASSED
 
     def capture(self, launch: Launch) -> Launch:
         return launch
