@@ -109,9 +109,12 @@ def works_of(asked: argparse.Namespace, max_tokens: int) -> list[Work]:
 
 
 def settings_of(asked: argparse.Namespace, shape: str, transport: str, num_blocks: int) -> list[Setting]:
-    sizes = [int(size) << 20 for size in asked.staging_mib.split(",") if size and transport in ("ucx", "nccl")]
-    counts = [int(count) for count in asked.staging_buffers.split(",")]
+    """Of a transport that stages, one for each size and number of buffers."""
     layout = layout_of(shape)
+    if transport not in ("ucx", "nccl"):
+        return [Setting(asked.device, layout, num_blocks, transport)]
+    sizes = [int(size) << 20 for size in asked.staging_mib.split(",") if size]
+    counts = [int(count) for count in asked.staging_buffers.split(",")]
     return [Setting(asked.device, layout, num_blocks, transport, *each) for each in product(sizes or [0], counts)]
 
 

@@ -304,7 +304,8 @@ def linked(setting: Setting) -> Iterator[Pair]:
 
 def measure_link(setting: Setting, works: Sequence[Work], variants: Sequence[CopyVariant] = ()) -> Iterator[LinkRow]:
     """A row a work, for each of the variants if there are any. Raises `LinkFailed`."""
-    label = f"{setting.num_staging}x{setting.staging_bytes >> 20} MiB" if setting.staging_bytes else ""
+    is_varied = setting.staging_bytes or setting.num_staging != NUM_STAGING
+    label = f"{setting.num_staging}x{setting.staging_bytes >> 20} MiB" if is_varied else ""
     with linked(setting) as pair:
         for variant in variants or (None,):
             if variant is not None:
