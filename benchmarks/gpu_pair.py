@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ("tests/kvtransfer/test_cuda_ipc.py", "tests/kvtransfer/test_device_pool.py", "tests/kernels/test_kv_copy.py")
 PARITY = "tests/e2e/test_gpu_parity.py"
 COPIES = (
-    *("24x16x64x1", "16x16x64x1", "32x16x64x1", "132x8x64x1", "24x16x64x1s"),
-    *("16x16x128x1", "12x32x128x1", "16x16x64x2", "16x16x64x3", "16x4x32x4"),
+    *("24x16x64x1", "16x16x64x1", "32x16x64x1", "48x16x64x1", "24x16x64x1s"),
+    *("132x8x64x1", "132x4x32x1", "264x4x16x1", "16x16x128x1", "16x16x64x2"),
 )
 STAGING = "4,32,64,128,256"
 ASKED_TOKENS = 8192

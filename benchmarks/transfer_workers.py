@@ -17,8 +17,8 @@ Times are seen by the router, in its own clock, where nothing else is said:
 * Speed of prefill is all prompt tokens over the time from the first prompt sent to the last first token.
 * ITL are the gaps between tokens of a batch that the decode worker runs all the while, in steps ``quiet`` and ``busy``
   (with the shipping work going on, a new prompt for each that has ended). Both windows begin behind the same
-  prompts and have as many steps, and the batch with a guest is as large as a graph of the engine (32 rows), so that
-  nothing but the arrivals differs.
+  prompts, one right after the other, and have as many steps, and the batch with a guest is as large as a graph of the
+  engine (32 rows), so that nothing but the arrivals differs.
 """
 
 import tempfile
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import numpy as np
 
@@ -70,10 +70,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Inter-token latency of the batch, in ms."""
+    """Inter-token latency of the batch, in ms. The mean stays where a token is late once, and the next one is not."""
 
     p50: float
     p99: float
+    mean: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,6 @@ class Bench:
         assert isinstance(vocab, int), "a shape has a vocabulary"
         self._vocab_size = vocab
         self._batch_prompts = [self._prompt(load.context) for _ in range(load.batch)]
-        self._quiet: dict[int, Gaps] = {}
 
     def warm_up(self, works: Sequence[Work]) -> None:
         """Both sides have run every kind of step once, and the prompts of the batch are in their prefix caches."""
@@ -164,9 +164,7 @@ class Bench:
     def _gaps(self, work: Work) -> tuple[Gaps, Gaps]:
         """Quiet and busy; the batch leaves room in its graph for the guests, as long as they are few."""
         batch = max(1, self._load.batch - 6, self._load.batch + 1 - work.num_at_once)
-        if batch not in self._quiet:
-            self._quiet[batch] = self._window(batch, None)
-        return self._quiet[batch], self._window(batch, work)
+        return self._window(batch, None), self._window(batch, work)
 
     def _window(self, batch: int, guests: Work | None) -> Gaps:
         running = self._start_batch(batch, 2 * WARM_STEPS + self._load.num_steps)
@@ -182,12 +180,12 @@ class Bench:
 
         self._router.run_until(is_over, MAX_SECONDS)
         self._router.finish(visiting, MAX_SECONDS)
-        gaps = [
+        gaps = sorted(
             1e3 * (later - sooner)
             for request, first in zip(running, begun, strict=True)
             for sooner, later in pairwise(request.came_at[first : first + self._load.num_steps])
-        ]
-        return Gaps(percentile(sorted(gaps), 0.5), percentile(sorted(gaps), 0.99))
+        )
+        return Gaps(percentile(gaps, 0.5), percentile(gaps, 0.99), mean(gaps))
 
     def _start_batch(self, batch: int, num_steps: int) -> list[Watched]:
         prompts = self._batch_prompts[:batch]
