@@ -184,7 +184,8 @@ class NcclTransport:
         message, copy = packing.take(max(1, wanted // span_bytes))
         buffer = way.ring.take()
         num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
-        packing.packed = packed = self._pool.mark()
+        packed = self._pool.mark()
+        packing.is_packed = lambda: packed.is_passed
         way.unsaid.append(PieceSent(channel=way.number, number=way.num_pieces, num_bytes=num_bytes, message=message))
         way.num_pieces += 1
         self._speak(way)

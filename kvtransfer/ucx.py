@@ -58,8 +58,12 @@ class _Sent:
     pendings: list[Pending] = field(default_factory=list)
 
     @property
+    def is_packed(self) -> bool:
+        return self.bytes_tag is None and self.packed.is_passed
+
+    @property
     def is_done(self) -> bool:
-        return self.bytes_tag is None and all(pending.is_done for pending in self.pendings) and self.packed.is_passed
+        return self.is_packed and all(pending.is_done for pending in self.pendings)
 
 
 class UcxTransport:
@@ -173,11 +177,8 @@ class UcxTransport:
         self._port.progress()
         self._pump()
 
-    def _pump(self) -> bool:
-        """Take back the buffers of pieces that have arrived or are given up, and pack into them what waits.
-
-        Whether something is still being packed.
-        """
+    def _pump(self) -> None:
+        """Take back the buffers of pieces that have arrived or are given up, and pack into them what waits."""
         for sent in self._sent:
             if self._clock() > sent.deadline and self._connections.get(sent.to) is sent.connection:
                 self._reconnect(sent.to, sent.connection)
@@ -191,11 +192,10 @@ class UcxTransport:
             packing = self._packing[0]
             if packing.num_left and self._is_open(packing.to):
                 self._pack(packing)
+                self._send_packed()
             else:
                 packing.drop()
                 self._packing.popleft()
-        self._send_packed()
-        return any(sent.bytes_tag is not None for sent in self._sent)
 
     def _is_usable(self, sent: _Sent) -> bool:
         """Its connection is still the one to that peer."""
@@ -209,13 +209,14 @@ class UcxTransport:
         message, copy = packing.take(max(1, wanted // span_bytes))
         buffer = self._ring.take()
         num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
-        packing.packed = packed = self._pool.mark()
+        packed = self._pool.mark()
         self._next_tag = (self._next_tag + 1) % (1 << TAG_BITS)
         tag = self._next_tag << KIND_BITS | DATA_TAG
         connection = self._connections[packing.to]
         deadline = self._clock() + self._patience_seconds
         sent = _Sent(packing.to, connection, deadline, buffer, num_bytes, packed, tag)
         self._sent.append(sent)
+        packing.is_packed = lambda: sent.is_packed
         header = Header(
             sender=self._me,
             to=packing.to.incarnation,

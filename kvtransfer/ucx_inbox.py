@@ -59,11 +59,7 @@ class _Piece:
 
 
 class UcxInbox:
-    """``me`` is this worker's incarnation.
-
-    ``on_progress`` is called whenever UCX may have moved something, and says whether the device copies something to be
-    sent.
-    """
+    """``on_progress`` is called whenever UCX may have moved something; ``me`` is this worker's incarnation."""
 
     def __init__(
         self,
@@ -71,7 +67,7 @@ class UcxInbox:
         pool: PoolMemory,
         me: Peer,
         receive_seconds: float,
-        on_progress: Callable[[], bool],
+        on_progress: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.poll_socket = port.poll_socket
@@ -102,13 +98,13 @@ class UcxInbox:
             self._landing.append((self._pool.mark(), self._lent))
             self._lent = None
         self._port.progress()
-        is_packing = self._on_progress()
+        self._on_progress()
         self._take_back()
         self._take_headers()
         self._begin_receiving()
         delivery = self._next_whole()
         if delivery is None:
-            self._port.arm(is_copying=is_packing or bool(self._landing))
+            self._port.arm(is_copying=bool(self._landing))
         return delivery
 
     def forget(self, peer: Peer) -> None:

@@ -102,7 +102,8 @@ def test_bytes_leave_and_their_sources_are_free_only_when_they_are_packed(pair: 
     pair.run_until(lambda: pair.decode.arrived)
     assert (pair.decode.arrived, packing.is_done) == ([3], False)
     pool.run(1)
-    assert packing.is_done
+    assert not packing.is_done, "nobody has sent them"
+    pair.run_until(lambda: packing.is_done)
     pair.run_until(lambda: len(pair.decode.arrived) == 2)
     pair.decode.pool.run(2)
     assert pair.holds([3, 5])
@@ -124,16 +125,16 @@ def test_a_buffer_is_filled_again_only_when_its_bytes_have_landed(pair: Pair) ->
 
 @ucx
 def test_the_loop_does_not_sleep_while_a_copy_runs_whose_end_is_no_event(pair: Pair) -> None:
-    pair.push([3])
+    packing = pair.push([3])
     pair.run_for(0.05)
-    assert (pair.prefill.is_awake, pair.decode.is_awake) == (True, False)
+    assert (packing.wakes, pair.decode.is_awake) == (False, False)
     pair.prefill.pool.run(1)
     pair.run_until(lambda: pair.decode.arrived)
     pair.run_for(0.05)
-    assert (pair.prefill.is_awake, pair.decode.is_awake) == (False, True)
+    assert (packing.wakes, pair.decode.is_awake) == (True, True)
     pair.decode.pool.run(1)
     pair.run_for(0.05)
-    assert (pair.prefill.is_awake, pair.decode.is_awake) == (False, False)
+    assert not pair.decode.is_awake
 
 
 @both
