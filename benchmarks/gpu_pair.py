@@ -28,8 +28,9 @@ TESTS = ("tests/kvtransfer/test_cuda_ipc.py", "tests/kvtransfer/test_device_pool
 PARITY = "tests/e2e/test_gpu_parity.py"
 COPIES = (
     *("24x16x64x1", "16x16x64x1", "32x16x64x1", "48x16x64x1", "24x16x64x1s"),
-    *("132x8x64x1", "132x4x32x1", "264x4x16x1", "16x16x128x1", "16x16x64x2"),
+    *("132x8x64x1", "132x4x32x1", "264x4x16x1", "1000000x8x32x1", "1000000x4x16x1"),
 )
+"""Of so many programs there are as many as there are tiles: each copies one."""
 STAGING = "4,32,64,128,256"
 ASKED_TOKENS = 8192
 MIN_EXPOSED_TOKENS = 2048
