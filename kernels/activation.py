@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from .sizes import cdiv
 
 BLOCK = 2048
 
@@ -13,7 +14,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``gate_up [n, 2 * size]``, gate first -> ``[n, size]``; in float32, rounded once."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
-    grid = (triton.cdiv(size, BLOCK), num_rows)
+    grid = (cdiv(size, BLOCK), num_rows)
     _silu_and_mul[grid](gate_up, out, size, BLOCK=BLOCK, num_warps=4, **dependent_launch(out.device))
     return out
 

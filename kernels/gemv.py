@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .activation import silu
 from .dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from .sizes import cdiv, next_power_of_2
 
 MAX_ROWS = 16
 """With more, cuBLAS is faster."""
@@ -60,14 +61,14 @@ def gemv_silu(x: Tensor, weight: Tensor, out: Tensor, norm: InputNorm | None = N
 
 def tile_for_one_row(weight: Tensor, is_gated: bool) -> Tile:
     """32 KiB, of several rows: all of it is on its way before the wait. Measured in the engine, on an H200."""
-    depth = min(8192 // weight.itemsize, triton.next_power_of_2(weight.shape[1]))
+    depth = min(8192 // weight.itemsize, next_power_of_2(weight.shape[1]))
     return Tile(max(1, 32768 // weight.itemsize // depth // (2 if is_gated else 1)), depth, num_warps=8)
 
 
 def tile_for_few_rows(weight: Tensor, is_gated: bool) -> Tile:
     """The fewer the programs, the more each must have on its way; very few are split."""
-    num_programs = triton.cdiv(len(weight), 64)
-    depth = max(16, min(256 // weight.itemsize, triton.next_power_of_2(weight.shape[1])))
+    num_programs = cdiv(len(weight), 64)
+    depth = max(16, min(256 // weight.itemsize, next_power_of_2(weight.shape[1])))
     if num_programs < FEWEST_UNSPLIT and not is_gated:
         return Tile(64, depth, NUM_PARTS, num_stages=4)
     return Tile(64, depth, num_stages=6 if num_programs < 132 and not is_gated else 4)
@@ -94,7 +95,7 @@ def _launch(
     early, is_gated = dependent_launch(x.device), epilogue == "silu"
     if num_rows == 1:
         tile = tile_for_one_row(weight, is_gated)
-        _one_row[(triton.cdiv(num_outputs, tile.rows),)](
+        _one_row[(cdiv(num_outputs, tile.rows),)](
             x, weight, out, addend, x if norm is None else norm.weight, 0.0 if norm is None else norm.eps, num_outputs,
             K=depth, EPILOGUE=epilogue, HAS_NORM=norm is not None, ROWS=tile.rows, DEPTH=tile.depth,
             num_warps=tile.num_warps, **early,
@@ -103,7 +104,7 @@ def _launch(
     assert norm is None, "several rows are normed beforehand"
     tile = tile_for_few_rows(weight, is_gated)
     parts = x.new_empty(tile.num_parts if tile.num_parts > 1 else 0, MAX_ROWS, num_outputs, dtype=torch.float32)
-    _few_rows[(triton.cdiv(num_outputs, tile.rows), tile.num_parts)](
+    _few_rows[(cdiv(num_outputs, tile.rows), tile.num_parts)](
         x, weight, out, addend, parts, arrivals(x.device), num_rows, num_outputs,
         K=depth, EPILOGUE=epilogue, NUM_PARTS=tile.num_parts, BATCH=MAX_ROWS,
         ROWS=tile.rows, DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages, **early,

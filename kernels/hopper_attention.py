@@ -6,8 +6,9 @@ of one meets the matrix products of the other; within a consumer the scores of a
 the tile before are added (Shah et al. 2024, FlashAttention-3). Tiles of keys are visited from the last to the first.
 """
 
+from functools import cache
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .sizes import cdiv
 
 BLOCK_N = 128
 NUM_STAGES = 2
@@ -37,12 +40,21 @@ HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret
 def fits_hopper(q: Tensor, kv: Tensor) -> bool:
     """Whether `hopper_prefill_attention` takes these."""
     return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        _is_hopper(q.device)
         and q.dtype in (torch.bfloat16, torch.float16)
         and kv.shape[4] in (64, 128)
         and kv.shape[3] in (16, 32, 64, 128)
     )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def hopper_prefill_attention(
@@ -62,11 +74,10 @@ def hopper_prefill_attention(
     num_tiles = len(q) // (128 // group) + num_seqs
     num_rows = ((num_blocks - 1) * kv.stride(0) + kv[0].numel()) // head_dim
     rows = TensorDescriptor(kv, [num_rows, head_dim], [head_dim, 1], [block_size, 64], SWIZZLE)
-    num_processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    num_programs = min(num_processors, num_tiles * num_kv_heads)
+    num_programs = min(_num_processors(q.device), num_tiles * num_kv_heads)
     _hopper_prefill_attention[(num_programs,)](
         rows, q, kv, query_starts, starts, block_tables, out, q.stride(0), out.stride(0), kv.stride(0) // head_dim,
-        block_tables.stride(0), num_seqs, num_tiles, triton.cdiv(num_tiles * num_kv_heads, num_programs), scale,
+        block_tables.stride(0), num_seqs, num_tiles, cdiv(num_tiles * num_kv_heads, num_programs), scale,
         softcap, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window,
         HAS_SOFTCAP=softcap > 0, LOG2_SEQS=(num_seqs - 1).bit_length(), BLOCK_N=BLOCK_N, NUM_STAGES=NUM_STAGES,
         num_warps=4,

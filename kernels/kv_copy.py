@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sizes import cdiv
+
 WORD_BYTES = 8
 
 
@@ -103,7 +105,7 @@ def _launch(
     listed = source_blocks if source_blocks is not None else destination_blocks
     assert listed is not None, "one side at least is a pool"
     assert not (source | destination | span.size | source_stride | destination_stride) % 16, "16 bytes a load"
-    num_tiles = triton.cdiv(span.size, shape.tile_bytes)
+    num_tiles = cdiv(span.size, shape.tile_bytes)
     num_items = len(listed) * num_tiles
     if num_items == 0:
         return

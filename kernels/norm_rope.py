@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from .sizes import cdiv, next_power_of_2
 
 ELEMENTS_A_WARP = 512
 TILE_ELEMENTS = 1024
@@ -20,7 +21,7 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
     num_rows, size = residual.shape
     num_parts = 0 if x is None else x.numel() // residual.numel()
     normed = torch.empty_like(residual)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     num_warps = max(1, min(16, block // ELEMENTS_A_WARP))
     _add_rms_norm[(num_rows,)](
         residual if x is None else x, residual, weight, normed, size, eps,
@@ -76,13 +77,13 @@ def norm_rope_store(
     """
     _, _, num_kv_heads, block_size, head_dim = kv.shape
     assert qkv.is_contiguous() and kv[0].is_contiguous(), "heads and pages lie one after the other"
-    block_heads = min(triton.next_power_of_2(num_kv_heads), max(1, TILE_ELEMENTS // triton.next_power_of_2(head_dim)))
-    num_parts = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)
+    block_heads = min(next_power_of_2(num_kv_heads), max(1, TILE_ELEMENTS // next_power_of_2(head_dim)))
+    num_parts = cdiv(num_heads, block_heads) + 2 * cdiv(num_kv_heads, block_heads)
     _norm_rope_store[(num_parts, len(qkv))](
         qkv, kv, cos, sin, slots if positions is None else positions, slots,
         qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, eps, kv.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        HEADS=block_heads, HALF=triton.next_power_of_2(head_dim // 2),
+        HEADS=block_heads, HALF=next_power_of_2(head_dim // 2),
         HAS_NORM=q_norm is not None, HAS_POSITIONS=positions is not None,
         num_warps=2, **dependent_launch(qkv.device),
     )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .dependent_launch import NOT_EARLY, dependent_launch, let_next_start, wait_for_previous
 from .hopper_attention import fits_hopper, hopper_prefill_attention
+from .sizes import cdiv, next_power_of_2
 from .split_context import ITEM_FIELDS, DecodeWorkspace, add_parts, num_items
 
 DECODE_TILE_BYTES = 1 << 14
@@ -46,8 +47,8 @@ def decode_attention(
     """
     _, _, num_kv_heads, block_size, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads
-    block_m = max(16, triton.next_power_of_2(workspace.max_query_len * group))
-    block_d = triton.next_power_of_2(head_dim)
+    block_m = max(16, next_power_of_2(workspace.max_query_len * group))
+    block_d = next_power_of_2(head_dim)
     block_n, num_warps, num_stages = decode_tile(block_m, block_d * kv.element_size())
     block_rows = max(1, PART_ELEMENTS // block_d)
     is_one_kernel = workspace.max_query_len * group <= MAX_ROWS_IN_ONE_KERNEL
@@ -66,7 +67,7 @@ def decode_attention(
         num_warps=num_warps, num_stages=num_stages, **kinds,
     )  # fmt: skip
     if not is_one_kernel:
-        num_row_blocks = triton.cdiv(workspace.max_query_len * group, block_rows)
+        num_row_blocks = cdiv(workspace.max_query_len * group, block_rows)
         _add_parts[(num_row_blocks, num_kv_heads, len(lengths))](
             queries, workspace.spans, workspace.partial_out, workspace.partial_lse, out, out.stride(0),
             num_warps=4, **kinds,
@@ -97,7 +98,7 @@ def prefill_attention(
     num_seqs = len(starts)
     _, _, num_kv_heads, block_size, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     block_m, block_n, num_warps, num_stages = prefill_tile(group, block_d * kv.element_size())
     _prefill_attention[(len(q) // (block_m // group) + num_seqs, num_kv_heads)](
         q, kv, query_starts, starts, block_tables, out,
@@ -116,7 +117,7 @@ def decode_tile(block_m: int, row_bytes: int) -> tuple[int, int, int]:
 def prefill_tile(group: int, row_bytes: int) -> tuple[int, int, int, int]:
     """``BLOCK_M, BLOCK_N, num_warps, num_stages``, likewise."""
     block_m, block_n, num_stages = (128, 128, 3) if row_bytes <= 256 else (64, 32, 2)
-    return max(block_m, triton.next_power_of_2(group)), block_n, 8, num_stages
+    return max(block_m, next_power_of_2(group)), block_n, 8, num_stages
 
 
 def _launch_kind(q: Tensor, num_rows: int) -> dict[str, bool]:

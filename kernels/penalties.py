@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from .reference import Penalties
+from .sizes import cdiv, next_power_of_2
 
 BLOCK = 4096
 
@@ -20,7 +21,7 @@ def penalise(logits: Tensor, penalties: Penalties) -> None:
     Repetition over prompt and output as Hugging Face does, presence and frequency over the output as OpenAI.
     """
     num_rows, vocab = logits.shape
-    _penalise[(triton.cdiv(vocab, BLOCK), num_rows)](
+    _penalise[(cdiv(vocab, BLOCK), num_rows)](
         logits, penalties.counts, penalties.places, penalties.repetition, penalties.presence, penalties.frequency,
         vocab, BLOCK=BLOCK, num_warps=4, **dependent_launch(logits.device),
     )  # fmt: skip
@@ -31,7 +32,7 @@ def count_tokens(counts: Tensor, places: Tensor, token_ids: Tensor) -> None:
 
     A row or a token of -1 is none.
     """
-    size = triton.next_power_of_2(len(places))
+    size = next_power_of_2(len(places))
     _count_tokens[(1,)](
         counts, places, token_ids, len(places), counts.shape[1],
         SIZE=size, num_warps=1, **dependent_launch(counts.device),
@@ -41,7 +42,7 @@ def count_tokens(counts: Tensor, places: Tensor, token_ids: Tensor) -> None:
 def add_at(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
     """``logits[rows[i], token_ids[i]] += values[i]`` in place, no pair twice; row -1 is nothing. -inf bars a token."""
     num_entries, block = len(rows), 256
-    _add_at[(triton.cdiv(num_entries, block),)](
+    _add_at[(cdiv(num_entries, block),)](
         logits, rows, token_ids, values, num_entries, logits.shape[1],
         BLOCK=block, num_warps=1, **dependent_launch(logits.device),
     )  # fmt: skip

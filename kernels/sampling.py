@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from .reference import SamplingTensors, TopLogprobs
+from .sizes import cdiv, next_power_of_2
 
 CHUNK = 4096
 SPANS = 4
@@ -108,14 +109,14 @@ class _Search:
 
 
 def _sizes(logits: Tensor) -> dict[str, int | bool]:
-    num_chunks = triton.cdiv(logits.shape[1], CHUNK)
+    num_chunks = cdiv(logits.shape[1], CHUNK)
     early = dependent_launch(logits.device)
-    return {"vocab": logits.shape[1], "num_chunks": num_chunks, "CHUNKS": triton.next_power_of_2(num_chunks), **early}
+    return {"vocab": logits.shape[1], "num_chunks": num_chunks, "CHUNKS": next_power_of_2(num_chunks), **early}
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The best logit of each chunk and the first token that has it, ``[n, num_chunks]``; -1 if any is not a number."""
-    shape = (len(logits), triton.cdiv(logits.shape[1], CHUNK))
+    shape = (len(logits), cdiv(logits.shape[1], CHUNK))
     best = torch.empty(shape, dtype=torch.float32, device=logits.device)
     first = torch.empty(shape, dtype=torch.int32, device=logits.device)
     _best_of_chunks[shape[::-1]](
@@ -127,8 +128,8 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _search(
     logits: Tensor, best: tuple[Tensor, Tensor], params: SamplingTensors, previous: _Kept | None, by_count: bool
 ) -> _Search:
-    num_rows, num_spans = len(logits), triton.cdiv(logits.shape[1], CHUNK // SPANS)
-    num_passes = triton.cdiv(32 - CONSTANT_BITS[logits.dtype], BITS_A_PASS)
+    num_rows, num_spans = len(logits), cdiv(logits.shape[1], CHUNK // SPANS)
+    num_passes = cdiv(32 - CONSTANT_BITS[logits.dtype], BITS_A_PASS)
     search = _Search(
         by_count,
         previous,

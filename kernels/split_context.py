@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sizes import next_power_of_2
+
 SPLIT_TOKENS = 64
 ITEM_FIELDS = 8
 PROGRAMS_A_PROCESSOR = 2
@@ -80,7 +82,7 @@ def plan_decode(lengths: Tensor, workspace: DecodeWorkspace, window: int = 0) ->
     _plan_decode[(1,)](
         lengths, workspace.items, workspace.spans, len(lengths), workspace.num_extra_items,
         window + workspace.max_query_len - 1, HAS_WINDOW=window > 0,
-        MAX_ROWS=triton.next_power_of_2(len(workspace.spans)), MAX_ITEMS=triton.next_power_of_2(len(workspace.items)),
+        MAX_ROWS=next_power_of_2(len(workspace.spans)), MAX_ITEMS=next_power_of_2(len(workspace.items)),
         SPLIT_TOKENS=SPLIT_TOKENS, ITEM_FIELDS=ITEM_FIELDS, num_warps=4,
     )  # fmt: skip
 
