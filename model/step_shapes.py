@@ -3,15 +3,14 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
-FEW_PROMPTS, MANY_PROMPTS = 4, 32
+FEW_PROMPTS = 4
+PROMPT_NUMBERS = (FEW_PROMPTS, 32)
 SHORT_PROMPT = 32
 """Few chunks of at most so many tokens are attended to like decode rows: the context is split, as queries are few."""
-GRAPHED_SHORT = {FEW_PROMPTS: (16, 32, 64, 128)}
-GRAPHED_LONG = {FEW_PROMPTS: (64, *range(128, 1025, 128)), MANY_PROMPTS: (256, 512, 768, 1024)}
-"""Tokens that steps of prompts alone are padded to, by the number of prompts: larger steps keep the device busy for
-longer than it takes to launch them kernel by kernel."""
+FEW_SHORT, FEW, MANY = (16, 32, 64, 128), (64, 128, 256, 384, 512, 640, 768, 1024), (256, 512, 1024)
+"""Tokens that steps of prompts alone are padded to, so that they have a graph: few short ones, few, many. Larger steps
+keep the device busy for longer than it takes to launch them kernel by kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,7 @@ class StepShapes:
 
     @property
     def prompt_ladder(self) -> list[int]:
-        numbers = (FEW_PROMPTS, MANY_PROMPTS)
-        return [*(size for size in numbers if size < self.max_num_seqs), max(self.max_num_seqs, FEW_PROMPTS)]
+        return [*(size for size in PROMPT_NUMBERS if size < self.max_num_seqs), max(self.max_num_seqs, FEW_PROMPTS)]
 
     @property
     def max_sequences(self) -> int:
@@ -65,21 +63,24 @@ class StepShapes:
         num_decodes = _next(num_decodes, self.decode_ladder)
         num_prompts, num_tokens = _next(len(prompt_tokens), self.prompt_ladder), sum(prompt_tokens)
         is_short = 0 < num_prompts <= FEW_PROMPTS and max(prompt_tokens) <= SHORT_PROMPT
-        graphed = _graphed_tokens(num_prompts, is_short)
-        if num_decodes == 0 and graphed and num_tokens <= graphed[-1]:
-            num_tokens = _next(num_tokens, graphed)
+        ladder = _token_ladder(num_prompts, is_short)
+        if num_decodes == 0 and num_tokens <= ladder[-1]:
+            num_tokens = _next(num_tokens, ladder)
         return StepShape(num_decodes, num_prompts, num_decodes + num_tokens, is_short)
 
     def graphed(self) -> list[StepShape]:
         """Those that get a graph, largest first: the smaller ones find their memory in the largest one's."""
         shapes = [StepShape(size, 0, size, False) for size in self.decode_ladder]
-        for number, is_short in product(self.prompt_ladder, (True, False)):
-            shapes += [StepShape(0, number, tokens, is_short) for tokens in _graphed_tokens(number, is_short)]
+        shapes += [StepShape(0, FEW_PROMPTS, tokens, True) for tokens in FEW_SHORT]
+        for number in self.prompt_ladder:
+            shapes += [StepShape(0, number, tokens, False) for tokens in _token_ladder(number, False)]
         return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
 
 
-def _graphed_tokens(num_prompts: int, is_short: bool) -> Sequence[int]:
-    return (GRAPHED_SHORT if is_short else GRAPHED_LONG).get(num_prompts, ())
+def _token_ladder(num_prompts: int, is_short: bool) -> Sequence[int]:
+    if num_prompts > FEW_PROMPTS:
+        return MANY
+    return FEW_SHORT if is_short else FEW
 
 
 def _next(size: int, ladder: Sequence[int]) -> int:

@@ -25,6 +25,7 @@ def test_a_step_of_prompts_alone_is_padded_to_a_shape_that_has_a_graph_up_to_102
     assert shapes.padded(0, [512, 8]) == StepShape(0, 4, 640, is_short=False)
     assert shapes.padded(0, [64] * 5) == StepShape(0, 32, 512, is_short=False)
     assert shapes.padded(0, [8] * 5) == StepShape(0, 32, 256, is_short=False)
+    assert shapes.padded(0, [2] * 33) == StepShape(0, 256, 256, is_short=False)
     assert all(
         shapes.padded(0, tokens) in shapes.graphed() for tokens in ([33], [512, 8], [1024], [64] * 5, [32, 33] * 15)
     )
@@ -36,13 +37,12 @@ def test_other_prompts_keep_their_tokens() -> None:
     assert shapes.padded(3, [33]) == StepShape(4, 4, 37, is_short=False)
     assert shapes.padded(3, [32, 7]) == StepShape(4, 4, 43, is_short=True)
     assert shapes.padded(3, [8] * 5) == StepShape(4, 32, 44, is_short=False)
-    assert shapes.padded(0, [2] * 33) == StepShape(0, 256, 66, is_short=False)
 
 
 def test_graphs_are_as_few_as_start_up_can_bear_and_the_largest_come_first() -> None:
     shapes = StepShapes(256).graphed()
-    assert [len([s for s in shapes if s.num_prompts == number]) for number in (0, 4, 32)] == [35, 13, 4]
-    assert [shape.num_tokens for shape in shapes[:4]] == [1024, 1024, 896, 768]
+    assert [len([s for s in shapes if s.num_prompts == number]) for number in (0, 4, 32, 256)] == [35, 12, 3, 3]
+    assert [shape.num_tokens for shape in shapes[:4]] == [1024, 1024, 1024, 768]
 
 
 def test_no_step_has_more_sequences_than_the_largest_shapes_together() -> None:
