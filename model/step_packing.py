@@ -110,18 +110,18 @@ class _StepInMaking:
         self._place_of = place_of
         self._chunks: list[Chunk | None] = []
         self._prompts: Seq[Chunk] = ()
-        self._token_ids: list[int] = []
+        self._token_ids: list[Ints] = []
         self._rows = np.tile(_ints(PADDED_ROW), (shape.num_sequences, 1))
         self._lengths: Ints = np.zeros(shape.num_sequences, dtype=np.int32)
         self._last_rows: Ints = np.zeros(shape.num_sequences, dtype=np.int32)
-        self._last_rows[: shape.num_decodes] = range(shape.num_decodes)
+        self._last_rows[: shape.num_decodes] = np.arange(shape.num_decodes)
         self._segments: list[tuple[int, int, int, int]] = []
         self._blocks: list[int] = []
 
     def add_decodes(self, chunks: Seq[Chunk]) -> None:
         """Padded with sequences that have a token each."""
-        self._token_ids = [0 if c.takes_pending else c.sequence.token_ids[c.start] for c in chunks]
-        self._token_ids += [0] * (self._shape.num_decodes - len(chunks))
+        known = _ints(0 if c.takes_pending else c.sequence.token_ids[c.start] for c in chunks)
+        self._token_ids.append(_filled(self._shape.num_decodes, 0, [known]))
         self._add(chunks, 0, self._shape.num_decodes)
 
     def add_prompts(self, chunks: Seq[Chunk]) -> None:
@@ -129,8 +129,7 @@ class _StepInMaking:
         first, self._prompts = self._shape.num_decodes, chunks
         ends = first + np.cumsum(_sizes(chunks), dtype=np.int32)
         self._last_rows[first : first + len(chunks)] = ends - 1
-        for chunk in chunks:
-            self._token_ids += known_ids(chunk)
+        self._token_ids += [np.array(known_ids(chunk), dtype=np.int32) for chunk in chunks]
         self._add(chunks, first, self._shape.num_prompts)
 
     def _add(self, chunks: Seq[Chunk], first: int, num_padded: int) -> None:
@@ -179,16 +178,15 @@ class _StepInMaking:
         positions = np.maximum(self._lengths[: shape.num_decodes] - 1, 0)
         slots = self._rows[: shape.num_decodes, 4] * self._block_size + positions % self._block_size
         slots[self._lengths[: shape.num_decodes] == 0] = NO_SLOT
-        query_ends = np.cumsum([0, *_sizes(prompts)], dtype=np.int32)
-        padding = (0, shape.num_prompts - len(prompts))
+        sizes = _filled(shape.num_prompts + 1, 0, [_ints([0, *_sizes(prompts)])])
         return StepArrays(
-            token_ids=_filled(shape.num_tokens, 0, [_ints(self._token_ids)]),
+            token_ids=_filled(shape.num_tokens, 0, self._token_ids),
             positions=_filled(shape.num_tokens, 0, [positions, *(_positions(chunk) for chunk in prompts)]),
             slots=_filled(shape.num_tokens, NO_SLOT, [slots, *(self._slots(chunk) for chunk in prompts)]),
             lengths=self._lengths,
             rows=self._rows,
-            query_starts=np.pad(query_ends, padding, mode="edge"),
-            starts=np.pad(_ints(chunk.start for chunk in prompts), padding),
+            query_starts=np.cumsum(sizes, dtype=np.int32),
+            starts=_filled(shape.num_prompts, 0, [_ints(chunk.start for chunk in prompts)]),
             outputs=np.concatenate([self._last_rows, *(self._all_rows(number) for number in scored)]),
             segments=_ints(self._segments).reshape(-1, 4),
             blocks=_ints(self._blocks),
