@@ -161,7 +161,7 @@ class Side:
             if not is_known and now >= next_hello:
                 self._mailbox.send(self._router, Hello(card=self._card))
                 next_hello = now + HELLO_SECONDS
-            self._poller.poll(10)
+            self._links.wait(self._poller, 0.01)
             with suppress(BlockingIOError):  # something else woke us
                 os.eventfd_read(self._wake)
             is_known = self._listen(time.monotonic()) or is_known

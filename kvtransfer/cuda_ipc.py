@@ -3,7 +3,6 @@
 Nothing is staged, and nothing runs on the other GPU.
 """
 
-import ctypes
 import logging
 from dataclasses import dataclass
 
@@ -17,8 +16,6 @@ from .device_pool import DevicePool
 from .pool_bytes import Mark
 from .shm import host_identity
 from .transport import BlockCopy, NotReachable
-
-PR_SET_TIMERSLACK = 29
 
 _log = logging.getLogger("crossdock.links")
 
@@ -60,6 +57,8 @@ class CudaIpcTransport:
     """Copies on the pool's stream, spread as ``shape`` says."""
 
     inbox = None
+    is_moving = False
+    """Its copies tell by themselves whether one must look for their end."""
     shape = LINK
 
     def __init__(self, pool: DevicePool) -> None:
@@ -68,8 +67,6 @@ class CudaIpcTransport:
         self.card = TransportCard("cuda_ipc", msgspec.json.encode(address).decode())
         self._pool = pool
         self._peers: dict[Peer, Mapped] = {}
-        # The loop, whose thread this is, looks for ends of copies at intervals of less than what Linux adds to a sleep.
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1))
 
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
         if peer in self._peers:

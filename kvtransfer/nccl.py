@@ -102,6 +102,10 @@ class NcclTransport:
         ring = StagingRing(self._pool)
         self._ways[peer] = _Way(to, there.staging_bytes, self._num_channels, channel, ring)
 
+    @property
+    def is_moving(self) -> bool:
+        return self.inbox.is_moving or any(way.channel.is_moving for way in self._ways.values())
+
     def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> PackingPieces:
         way = self._ways.get(to)
         if way is None:
@@ -184,8 +188,7 @@ class NcclTransport:
         message, copy = packing.take(max(1, wanted // span_bytes))
         buffer = way.ring.take()
         num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
-        packed = self._pool.mark()
-        packing.is_packed = lambda: packed.is_passed
+        packing.packed = packed = self._pool.mark()
         way.unsaid.append(PieceSent(channel=way.number, number=way.num_pieces, num_bytes=num_bytes, message=message))
         way.num_pieces += 1
         self._speak(way)

@@ -7,8 +7,7 @@
        └── end(), an error of the communicator, no progress for too long ── FAILED <─────┘
                                                                               └── the abort has returned: GONE
 
-In between the loop carries, by `Channel.advance`, and the thread only wakes it: whatever else it did would wait for the
-loop to let go of Python's lock.
+In between the loop carries, by `Channel.advance`: a thread would wait for the loop to let go of Python's lock.
 
 A buffer belongs to the channel from `Channel.carry` until it is carried or the channel is GONE: what a communicator
 may still read or write is never used for anything else. An abort that fails, or never returns, keeps its buffers.
@@ -28,8 +27,8 @@ from .pool_bytes import PASSED, Mark
 
 BATCH_BYTES = 16 << 20
 """So much is started together, since to start it costs as much as to carry it. What is larger is done sooner alone."""
-POLL_SECONDS = 100e-6
-"""How late a sleeping loop may see the end of a transfer."""
+POLL_SECONDS = 1e-3
+"""How late it may be seen that the peer has joined."""
 CLOSE_SECONDS = 2.0
 
 _log = logging.getLogger("crossdock.links")
@@ -120,9 +119,9 @@ _unsafe: list[_Batch] = []
 class Channel:
     """One side, from its making. Without ``unique_id`` it makes one, to be told to the peer.
 
-    All is called by one thread, and `advance` in each iteration of its loop. If there is something to do and nothing is
-    done for ``patience_seconds``, the channel fails. ``wake`` is called from another thread whenever something has
-    changed here, and again and again while bytes are on their way.
+    All is called by one thread, and `advance` in each iteration of its loop, which must not sleep while the channel
+    ``is_moving``. If there is something to do and nothing is done for ``patience_seconds``, the channel fails. ``wake``
+    is called from another thread whenever its state has changed.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class Channel:
         self._batches: deque[_Batch] = deque()
         self._last_progress = time.monotonic()
         self._end_reason: str | None = None
-        self._has_work = Event()
+        self._is_ending = Event()
         self._thread = Thread(target=self._run, name="channel", daemon=True)
         self._thread.start()
 
@@ -156,24 +155,27 @@ class Channel:
         if not (self._waiting or self._batches):
             self._last_progress = time.monotonic()
         self._waiting.append(carried)
-        self._has_work.set()
         self.advance()
         return carried
 
+    @property
+    def is_moving(self) -> bool:
+        """Bytes are on their way, which nothing but `advance` notices."""
+        return self._communicator is not None and self._end_reason is None and bool(self._waiting or self._batches)
+
     def advance(self) -> None:
         """Start what waits and see what is done."""
-        communicator = self._communicator
-        if communicator is None or self._end_reason is not None or not (self._waiting or self._batches):
-            return
-        try:
-            self._advance(communicator)
-        except CommunicatorFailed as error:
-            self.end(str(error))
+        if self.is_moving:
+            assert self._communicator is not None, "it moves nothing before both have joined"
+            try:
+                self._advance(self._communicator)
+            except CommunicatorFailed as error:
+                self.end(str(error))
 
     def end(self, reason: str) -> None:
         """Carry nothing more; does not wait for that. The first reason counts."""
         self._end_reason = self._end_reason or reason
-        self._has_work.set()
+        self._is_ending.set()
 
     def _advance(self, communicator: Communicator) -> None:
         """Raises `CommunicatorFailed`."""
@@ -185,9 +187,7 @@ class Channel:
             for item in self._batches.popleft().items:
                 item.is_done = True
             self._last_progress = time.monotonic()
-        if not (self._waiting or self._batches):
-            self._has_work.clear()
-        elif time.monotonic() - self._last_progress > self._patience_seconds:
+        if self.is_moving and time.monotonic() - self._last_progress > self._patience_seconds:
             raise CommunicatorFailed(f"no progress for {self._patience_seconds:g} s")
 
     def wait_until_gone(self) -> None:
@@ -207,7 +207,9 @@ class Channel:
             self._await_peer(communicator)
             self._last_progress = time.monotonic()
             self._communicator = communicator  # which is the loop's from here on, until it wants to end
-            reason = self._keep_awake()
+            self._wake()
+            self._is_ending.wait()
+            reason = str(self._end_reason)
         except CommunicatorFailed as error:
             reason = str(error)
         finally:
@@ -232,16 +234,6 @@ class Channel:
             if time.monotonic() > end:
                 raise CommunicatorFailed(f"no progress for {self._patience_seconds:g} s")
             time.sleep(POLL_SECONDS)
-
-    def _keep_awake(self) -> str:
-        """Until the channel is asked to end, and why."""
-        while self._end_reason is None:
-            self._wake()
-            if self._has_work.is_set():
-                time.sleep(POLL_SECONDS)
-            else:
-                self._has_work.wait()
-        return self._end_reason
 
 
 def _take_batch(waiting: deque[Carried]) -> list[Carried]:

@@ -83,6 +83,10 @@ class NcclInbox:
         """Messages that were malformed, made no sense or were meant for another incarnation."""
         return self._mailbox.num_rejected + self._num_refused
 
+    @property
+    def is_moving(self) -> bool:
+        return any(source.channel.is_moving for source in self._sources.values())
+
     def receive(self) -> Delivery | None:
         """The next piece; its payload is good for what is launched on the pool until the next call.
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from ..core.messages import Peer, ProbeSent, Push
 from ..core.part import TransferFailed
+from .pool_bytes import PASSED, Mark
 from .transport import BlockCopy, NotReachable
 
 WAIT_SECONDS = 0.5
@@ -37,17 +38,12 @@ class StagedAddress:
         return cls(int(staging_bytes), address)
 
 
-def _is_packed() -> bool:
-    """As long as no piece has been taken."""
-    return True
-
-
 @dataclass(slots=True, eq=False)
 class PackingPieces:
     """`Copying`: done when all pieces have been packed, so that their sources are free.
 
     A piece has ``max_blocks`` at most; the digest of a probe speaks of all its blocks, so they stay together.
-    ``is_packed`` says whether the last piece that was taken is, and has been sent if it is for the loop to do that.
+    ``packed`` is behind the copy of the last piece that was taken.
     """
 
     to: Peer
@@ -56,7 +52,7 @@ class PackingPieces:
     max_blocks: int
     progress: Callable[[], None]
     num_taken: int = 0
-    is_packed: Callable[[], bool] = _is_packed
+    packed: Mark = PASSED
 
     @property
     def num_left(self) -> int:
@@ -79,12 +75,12 @@ class PackingPieces:
 
     @property
     def is_done(self) -> bool:
-        return not self.num_left and self.is_packed()
+        return not self.num_left and self.packed.is_passed
 
     @property
     def wakes(self) -> bool:
         """A buffer that becomes free does, the end of a copy into one does not."""
-        return self.is_packed()
+        return self.packed.is_passed
 
     def wait(self) -> None:
         """The buffers may be with a peer that has stopped, of whose death this worker must hear."""

@@ -97,6 +97,7 @@ class ShmTransport:
     """Copies on the calling thread."""
 
     inbox = None
+    is_moving = False
 
     def __init__(self, pool: PoolBytes, shared: SharedPool) -> None:
         self.card = TransportCard("shm", shared.address)

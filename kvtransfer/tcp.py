@@ -18,6 +18,8 @@ PIECE_BYTES = 4 << 20
 class TcpTransport:
     """``inbox`` is the bulk mailbox of this worker, with the worker's incarnation."""
 
+    is_moving = False
+
     def __init__(self, pool: PoolMemory, inbox: Mailbox) -> None:
         self.card = TransportCard("tcp", inbox.peer.address)
         self.inbox = inbox

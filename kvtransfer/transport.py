@@ -85,6 +85,10 @@ class Transport(Protocol):
     def inbox(self) -> Inbox | None:
         """Where headers with payloads arrive; the worker polls it next to its control mailbox."""
 
+    @property
+    def is_moving(self) -> bool:
+        """Something is under way here whose end does not wake the loop, which must look for it."""
+
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
         """Make ready to push to the peer's pool of ``num_blocks`` blocks; again it does nothing, unless the way broke.
 

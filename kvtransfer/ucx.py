@@ -29,8 +29,6 @@ from .ucx_port import Endpoint, Pending, Port, UcxFailed
 _log = logging.getLogger("crossdock.ucx")
 
 TAG_BITS = 64 - KIND_BITS
-AWAKE_SECONDS = 0.002
-"""The largest piece takes a sixth of it over NVLink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +56,8 @@ class _Sent:
     pendings: list[Pending] = field(default_factory=list)
 
     @property
-    def is_packed(self) -> bool:
-        return self.bytes_tag is None and self.packed.is_passed
-
-    @property
     def is_done(self) -> bool:
-        return self.is_packed and all(pending.is_done for pending in self.pendings)
+        return self.bytes_tag is None and self.packed.is_passed and all(pending.is_done for pending in self.pendings)
 
 
 class UcxTransport:
@@ -81,7 +75,7 @@ class UcxTransport:
         patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._port = Port(key, 0.0 if isinstance(pool, PoolBytes) else AWAKE_SECONDS)
+        self._port = Port(key)
         self.card = TransportCard("ucx", str(StagedAddress(pool.staging_bytes, self._port.address)))
         self.inbox = UcxInbox(self._port, pool, me, patience_seconds, self._pump, clock)
         self._pool = pool
@@ -111,6 +105,10 @@ class UcxTransport:
         """Raises `UcxFailed`."""
         self._num_connections += 1
         self._connections[peer] = _Connection(self._num_connections, self._port.connect(address))
+
+    @property
+    def is_moving(self) -> bool:
+        return self.inbox.is_moving or any(sent.bytes_tag is not None for sent in self._sent)
 
     def push(self, to: Peer, header: Push | ProbeSent, copy: BlockCopy) -> PackingPieces:
         if not self._is_open(to):
@@ -209,14 +207,13 @@ class UcxTransport:
         message, copy = packing.take(max(1, wanted // span_bytes))
         buffer = self._ring.take()
         num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
-        packed = self._pool.mark()
+        packing.packed = packed = self._pool.mark()
         self._next_tag = (self._next_tag + 1) % (1 << TAG_BITS)
         tag = self._next_tag << KIND_BITS | DATA_TAG
         connection = self._connections[packing.to]
         deadline = self._clock() + self._patience_seconds
         sent = _Sent(packing.to, connection, deadline, buffer, num_bytes, packed, tag)
         self._sent.append(sent)
-        packing.is_packed = lambda: sent.is_packed
         header = Header(
             sender=self._me,
             to=packing.to.incarnation,

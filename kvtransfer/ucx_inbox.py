@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..core.messages import MalformedMessage, Message, Peer, ProbeSent, Push
 from ..core.part import Delivery, Payload
 from ..core.wire_format import decode
-from .pool_bytes import Mark, PoolMemory
+from .pool_bytes import Mark, PoolBytes, PoolMemory
 from .staging_ring import StagingRing
 from .ucx_port import Endpoint, Pending, Port, UcxFailed
 
@@ -29,6 +29,8 @@ HEADER_TAG = 1
 DATA_TAG = 2
 KIND_BITS = 16
 """The low bits of a tag say what it is; the others of a data tag are its piece's own."""
+AWAKE_SECONDS = 0.002
+"""After a move of UCX the next one is looked for; the largest piece takes a sixth of this over NVLink."""
 HEADER_MASK = (1 << KIND_BITS) - 1
 
 
@@ -59,7 +61,12 @@ class _Piece:
 
 
 class UcxInbox:
-    """``on_progress`` is called whenever UCX may have moved something; ``me`` is this worker's incarnation."""
+    """``on_progress`` is called whenever UCX may have moved something; ``me`` is this worker's incarnation.
+
+    ``is_moving`` says, after `receive`, that the loop must look here again soon: the port is not armed while landed
+    bytes are being copied out of buffers, which UCX knows nothing of, nor when bytes of a GPU have just moved. To arm
+    UCX then puts a callback into each stream on which it copies, and the next copy waits for that.
+    """
 
     def __init__(
         self,
@@ -86,10 +93,12 @@ class UcxInbox:
         self._pieces: deque[_Piece] = deque()
         self._cancelled: list[_Piece] = []
         self._lent: Payload | None = None
+        self.is_moving = False
+        self._awake_seconds = 0.0 if isinstance(pool, PoolBytes) else AWAKE_SECONDS
         self._landing: deque[tuple[Mark, Payload]] = deque()
 
     def receive(self) -> Delivery | None:
-        """The next piece. ``None``: none is whole, and the port is armed.
+        """The next piece. ``None``: none is whole, and the port is armed, unless ``is_moving``.
 
         Its payload is good for what is launched on the pool until the next call: only when the pool's copies until then
         have run is the buffer used again.
@@ -104,7 +113,10 @@ class UcxInbox:
         self._begin_receiving()
         delivery = self._next_whole()
         if delivery is None:
-            self._port.arm(is_copying=bool(self._landing))
+            has_just_moved = time.monotonic() < self._port.moved_at + self._awake_seconds
+            self.is_moving = has_just_moved or bool(self._landing)
+            if not self.is_moving:
+                self._port.arm()
         return delivery
 
     def forget(self, peer: Peer) -> None:

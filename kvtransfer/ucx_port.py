@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -85,13 +86,10 @@ class Port:
     """A worker with an address of its own, for tagged messages.
 
     UCX ends the process that connects to what is no address. So an address is told with a code that only holders of
-    the cluster's ``key`` can make, and no other is let near UCX.
-
-    For ``awake_seconds`` after UCX has moved something `poll_socket` stays readable: to arm UCX while copies of a GPU
-    are under way puts a callback into each of their streams, behind which the next copy waits.
+    the cluster's ``key`` can make, and no other is let near UCX. ``moved_at`` is when UCX has moved something.
     """
 
-    def __init__(self, key: bytes, awake_seconds: float = 0.0) -> None:
+    def __init__(self, key: bytes) -> None:
         features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
         self._context = libucxx.UCXContext(OPTIONS, feature_flags=features)
         self._worker = libucxx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
@@ -100,8 +98,7 @@ class Port:
         self._events = select.epoll()
         for source in (self._worker.epoll_file_descriptor, self._again):
             self._events.register(source, select.EPOLLIN)
-        self._awake_until = 0.0
-        self._awake_seconds = awake_seconds
+        self.moved_at = -inf
         self._is_readable = False
         self._key = key
         address: bytes = self._worker.address.tobytes()
@@ -134,18 +131,14 @@ class Port:
         num_moved = 0
         while num_moved < MAX_PROGRESS and self._worker.progress():
             num_moved += 1
-        if num_moved and self._awake_seconds:
-            self._awake_until = time.monotonic() + self._awake_seconds
+        if num_moved:
+            self.moved_at = time.monotonic()
 
-    def arm(self, is_copying: bool) -> None:
-        """Before the loop sleeps: an event from now on makes `poll_socket` readable, and so does work left over.
-
-        So do copies of which UCX knows nothing, whose end is no event.
-        """
+    def arm(self) -> None:
+        """Before the loop sleeps: an event from now on makes `poll_socket` readable, and so does work left over."""
         if self._is_readable:
             os.eventfd_read(self._again)
-        is_awake = is_copying or (self._awake_seconds and time.monotonic() < self._awake_until)
-        self._is_readable = bool(is_awake or not self._worker.arm())
+        self._is_readable = not self._worker.arm()
         if self._is_readable:
             os.eventfd_write(self._again, 1)
 

@@ -71,6 +71,7 @@ class DeafTransport:
     """Says that it wrote into the peer's pool, and did not."""
 
     inbox = None
+    is_moving = False
     card = TransportCard("cuda_ipc", "somewhere")
 
     def open(self, peer: Peer, card: TransportCard, num_blocks: int) -> None:
@@ -103,6 +104,7 @@ class LazyTransport:
     """A device that copies by and by, as `CudaIpcTransport` does: `copies` are those that it has begun."""
 
     inbox = None
+    is_moving = False
 
     def __init__(self, pool: PoolBytes, shared: SharedPool) -> None:
         self._shm = ShmTransport(pool, shared)
@@ -369,7 +371,9 @@ def test_the_loop_sleeps_for_a_moment_only_while_it_has_to_look_for_the_end_of_a
     transport.copies[0].wait()
     cluster.turn()
     prefill.links.wait(poller, 0.5)
-    assert poller.waits == [500, 0, 500, 500]
+    transport.is_moving = True
+    prefill.links.wait(poller, 0.5)
+    assert poller.waits == [500, 0, 500, 500, 0]
 
 
 def test_a_peer_on_another_host_is_reached_by_tcp(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
