@@ -148,7 +148,8 @@ def take_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     """Mark ``num_tokens`` further tokens of the sequence as scheduled; its blocks must hold them."""
     start = sequence.num_scheduled
     end = start + num_tokens
-    num_known, num_all = len(sequence.token_ids), sequence.num_tokens
+    num_known = len(sequence.token_ids)
+    num_all = num_known + sequence.num_pending
     assert start < end <= num_all, "a chunk covers tokens that exist and are not computed"
     samples = end == num_all and not sequence.is_at_limit
     sequence.num_scheduled = end

@@ -89,8 +89,10 @@ class StepPacker:
             decodes, prompts = [], list(chunks)
         shape = self._shapes.padded(len(decodes), _sizes(prompts))
         step = _StepInMaking(shape, self._number, self._block_size, self._seats, previous.places() if previous else {})
-        step.add_decodes(decodes)
-        step.add_prompts(prompts)
+        if decodes:
+            step.add_decodes(decodes)
+        if prompts:
+            step.add_prompts(prompts)
         return step.packed(block_copies(chunks, self._block_size))
 
 
