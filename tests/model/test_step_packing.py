@@ -1,6 +1,7 @@
 """What a step uploads: rows, slots and blocks of any mixture of chunks, and only what the device does not know yet."""
 
 import numpy as np
+import pytest
 
 from crossdock.core.sequence import Chunk, ChunkResult, Sequence, settle, take_chunk
 from crossdock.model.step_packing import Ints, PackedStep, StepPacker
@@ -130,6 +131,15 @@ def test_decodes_beside_a_prompt_count_as_prompts_where_the_step_then_has_a_grap
     assert (arrays.positions[:2].tolist(), arrays.slots[:2].tolist()) == ([3, 0], [39, 80])
     assert (arrays.query_starts.tolist(), arrays.starts.tolist()) == ([0, 1, 51, 51, 51], [3, 0, 0, 0])
     assert (arrays.lengths.tolist(), arrays.outputs.tolist()) == ([4, 50, 0, 0], [0, 50, 0, 0])
+
+
+def test_decodes_with_long_contexts_keep_their_own_attention_beside_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crossdock.model.step_packing.MAX_CONTEXT_AS_PROMPTS", 5)
+    decodes = [sequence(3, 9), sequence(3, 8)]
+    for one in decodes:
+        chunk(one, 2)
+    packed = packer().pack([*(chunk(one, 1) for one in decodes), chunk(sequence(50, *range(20, 33)), 50)], None)
+    assert packed.shape == StepShape(2, 4, 52, is_short=False)
 
 
 def test_all_rows_of_a_scored_prompt_are_put_out_behind_the_last_ones() -> None:
