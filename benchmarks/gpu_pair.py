@@ -31,7 +31,10 @@ COPIES = (
     *("132x8x64x1", "132x4x32x1", "264x4x16x1", "1000000x8x32x1", "1000000x4x16x1"),
 )
 """Of so many programs there are as many as there are tiles: each copies one."""
-STAGING = "4,32,64,128,256"
+STAGED = {
+    "ucx": ("128x4x32", "128x4x16", "128x6x64", "64x6x32", "256x4x32"),
+    "nccl": ("128x4x32x16", "128x4x32x32", "128x4x64x32", "64x6x32x32", "256x4x32x32"),
+}
 ASKED_TOKENS = 8192
 MIN_EXPOSED_TOKENS = 2048
 SHOWN_CHARACTERS = 2500
@@ -77,7 +80,10 @@ def sections(folder: Path, device: str) -> list[Section]:
             Section(f"workers-{n}", 70, bench(f"workers-{n}", "--parts=workers", *few, f"--transports={n}"))
             for n in others
         ),
-        Section("staging", 60, bench("staging", *sweep, "--transports=ucx", f"--staging-mib={STAGING}")),
+        *(
+            Section(f"staging-{n}", 60, bench(f"staging-{n}", *sweep, f"--transports={n}", f"--staged-variants={s}"))
+            for n, s in ((n, ",".join(STAGED[n])) for n in others)
+        ),
         Section("tcp", 40, bench("tcp", *sweep, "--transports=tcp")),
     ]
 
@@ -176,7 +182,7 @@ def verdicts(reports: Sequence[dict[str, Any]], outcomes: dict[str, str]) -> Ite
             shares = [rate / limit for rate in rates] if limit else []
             found = f"{rates[0]:.0f} GB/s, {shares[0]:.1%}" if shares else "not measured"
             yield _at_least(f"{transport}: {number} x {ASKED_TOKENS} tokens", wanted, found, shares)
-    for transport in ("cuda_ipc", "ucx"):
+    for transport in ("cuda_ipc", "ucx", "nccl"):
         yield from _best_variant(transport, [row for report in reports for row in report["link"] if row["variant"]])
     rows = [row for report in reports for row in report["workers"]]
     for transport in ("cuda_ipc", "ucx", "nccl"):

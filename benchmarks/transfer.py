@@ -14,19 +14,17 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import product
 from pathlib import Path
 
 import torch
 
 from crossdock.benchmarks.played_router import WorkersFailed
 from crossdock.benchmarks.transfer_limit import PlainCopy, machine, plain_copies
-from crossdock.benchmarks.transfer_link import CopyVariant, LinkFailed, LinkRow, Setting, measure_link
+from crossdock.benchmarks.transfer_link import CopyVariant, LinkFailed, LinkRow, Setting, StagedVariant, measure_link
 from crossdock.benchmarks.transfer_shapes import SHAPES, Work, layout_of
 from crossdock.benchmarks.transfer_workers import Load, WorkerRow, measure_workers
-from crossdock.kvtransfer.pool_bytes import NUM_STAGING
 
 TRANSPORTS = {"cpu": "shm,ucx,tcp", "cuda": "cuda_ipc,ucx,tcp"}
 DEFAULT_SHAPES = {"cpu": "demo", "cuda": "llama-8b"}
@@ -94,8 +92,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--at-once", default="1,8,64")
     parser.add_argument("--max-tokens", type=int, help="Most tokens on their way at once; longer works are left out.")
     parser.add_argument("--copy-variants", default="", help="Of cuda_ipc's kernel, as in 24x16x64x1,16x16x64x2.")
-    parser.add_argument("--staging-mib", default="", help="Sizes of a staged piece to compare.")
-    parser.add_argument("--staging-buffers", default=str(NUM_STAGING), help="Numbers of them a side, for each size.")
+    parser.add_argument("--staged-variants", default="", help="Of ucx and nccl, as in 128x4x32x16,64.")
     parser.add_argument("--steps", type=int, help="Of a window in which ITL is measured; 0: it is not.")
     parser.add_argument("--results", type=Path, help="Folder for a JSON file.")
     parser.add_argument("--name", default="transfer", help="What the file's name begins with.")
@@ -109,13 +106,11 @@ def works_of(asked: argparse.Namespace, max_tokens: int) -> list[Work]:
 
 
 def settings_of(asked: argparse.Namespace, shape: str, transport: str, num_blocks: int) -> list[Setting]:
-    """Of a transport that stages, one for each size and number of buffers."""
-    layout = layout_of(shape)
-    if transport not in ("ucx", "nccl"):
-        return [Setting(asked.device, layout, num_blocks, transport)]
-    sizes = [int(size) << 20 for size in asked.staging_mib.split(",") if size]
-    counts = [int(count) for count in asked.staging_buffers.split(",")]
-    return [Setting(asked.device, layout, num_blocks, transport, *each) for each in product(sizes or [0], counts)]
+    """One, or of a transport that stages one for each variant."""
+    setting = Setting(asked.device, layout_of(shape), num_blocks, transport)
+    if not asked.staged_variants or transport not in ("ucx", "nccl"):
+        return [setting]
+    return [replace(setting, staged=StagedVariant(name)) for name in asked.staged_variants.split(",")]
 
 
 def run_link(report: Report, asked: argparse.Namespace, transport: str, works: Sequence[Work]) -> None:

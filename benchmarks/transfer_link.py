@@ -27,9 +27,10 @@ from crossdock.core.mailbox import Mailbox
 from crossdock.core.messages import Incarnation, LeaseId, Link, PeerInfo, Push, Role, WorkerCard
 from crossdock.core.part import Delivery
 from crossdock.core.request import TransferId
+from crossdock.kvtransfer import nccl_library, pieces
 from crossdock.kvtransfer.links import Links
 from crossdock.kvtransfer.offers import Offers, Owner, offers_of_gpu, offers_of_host
-from crossdock.kvtransfer.pool_bytes import NUM_STAGING, PASSED, STAGING_BYTES, Mark, PoolBytes, PoolMemory
+from crossdock.kvtransfer.pool_bytes import NUM_STAGING, PASSED, Mark, PoolBytes, PoolMemory
 from crossdock.kvtransfer.shm import allocate_shared
 
 NUM_GROUPS = 4
@@ -38,21 +39,35 @@ NUM_ROUNDS = 5
 MAX_PROBE_SECONDS = 60.0
 MAX_PUSH_SECONDS = 30.0
 TRANSFER = TransferId("t")
+STAGED = (NUM_STAGING, pieces.RAMP_BYTES >> 20, nccl_library.MAX_CTAS)
+"""The last numbers of a `StagedVariant`, as in workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedVariant:
+    """How `ucx` and `nccl` stage, as in ``128x4x32x16``.
+
+    MiB of the largest piece, buffers a side, MiB of the smallest piece, thread blocks of NCCL; the last ones may be
+    left out and are as in workers.
+    """
+
+    name: str
+
+    @property
+    def numbers(self) -> list[int]:
+        said = [int(number) for number in self.name.split("x")]
+        return [*said, *STAGED[len(said) - 1 :]]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What both sides are made of; the decode side takes the last GPU.
-
-    ``staging_bytes`` 0: what workers take. ``num_staging`` is how many buffers of it a side has.
-    """
+    """What both sides are made of; the decode side takes the last GPU."""
 
     device: str
     layout: KvLayout
     num_blocks: int
     transport: str
-    staging_bytes: int = 0
-    num_staging: int = NUM_STAGING
+    staged: StagedVariant | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +121,11 @@ class Side:
     def __init__(self, setting: Setting, role: Role) -> None:
         self.mailbox = Mailbox("127.0.0.1", 0, Incarnation(role.value))
         self.setting = setting
+        self._staging: tuple[int, int] | tuple[()] = ()
+        if setting.staged is not None:
+            piece_mib, num_buffers, ramp_mib, nccl_library.MAX_CTAS = setting.staged.numbers
+            pieces.RAMP_BYTES = ramp_mib << 20
+            self._staging = piece_mib << 20, num_buffers
         self.wake = os.eventfd(0, os.EFD_NONBLOCK)
         self.memory, offers = self._pool_and_offers(role)
         if setting.transport not in offers:
@@ -135,23 +155,18 @@ class Side:
         owner = Owner(self.mailbox.peer, "127.0.0.1", b"benchmark", LEASE_SECONDS, wake)
         num_bytes = setting.num_blocks * setting.layout.block_bytes
         if setting.device == "cpu":
-            shared, staging_bytes = allocate_shared(num_bytes), setting.staging_bytes or STAGING_BYTES
-            host_pool = PoolBytes(
-                shared.memory, setting.num_blocks, setting.layout, NUM_GROUPS, staging_bytes, setting.num_staging
-            )
+            shared = allocate_shared(num_bytes)
+            host_pool = PoolBytes(shared.memory, setting.num_blocks, setting.layout, NUM_GROUPS, *self._staging)
             host_pool.array.reshape(-1)[:] = np.random.default_rng().integers(0, 255, num_bytes, np.uint8)
             return host_pool, offers_of_host(host_pool, shared, owner)
-        from crossdock.kvtransfer import device_pool
+        from crossdock.kvtransfer.device_pool import DevicePool
         from crossdock.model.device_stream import CudaStream
 
         gpu = torch.device("cuda", torch.cuda.device_count() - 1 if role is Role.DECODE else 0)
         torch.cuda.set_device(gpu)
         tensor = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=gpu).view(setting.num_blocks, -1)
         torch.cuda.synchronize()
-        staging_bytes = setting.staging_bytes or device_pool.STAGING_BYTES
-        pool = device_pool.DevicePool(
-            tensor, setting.layout, NUM_GROUPS, CudaStream(gpu), staging_bytes, setting.num_staging
-        )
+        pool = DevicePool(tensor, setting.layout, NUM_GROUPS, CudaStream(gpu), *self._staging)
         return pool, offers_of_gpu(pool, owner)
 
     @property
@@ -304,8 +319,7 @@ def linked(setting: Setting) -> Iterator[Pair]:
 
 def measure_link(setting: Setting, works: Sequence[Work], variants: Sequence[CopyVariant] = ()) -> Iterator[LinkRow]:
     """A row a work, for each of the variants if there are any. Raises `LinkFailed`."""
-    is_varied = setting.staging_bytes or setting.num_staging != NUM_STAGING
-    label = f"{setting.num_staging}x{setting.staging_bytes >> 20} MiB" if is_varied else ""
+    label = setting.staged.name if setting.staged is not None else ""
     with linked(setting) as pair:
         for variant in variants or (None,):
             if variant is not None:

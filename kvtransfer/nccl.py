@@ -181,17 +181,21 @@ class NcclTransport:
                 way.packing.popleft()
 
     def _send(self, way: _Way, packing: PackingPieces) -> None:
-        """Launch the next piece's copy into a buffer, announce it, and have it sent as soon as the copy has run."""
+        """Announce the next piece, launch its copy into a buffer, and have it sent as soon as that has run.
+
+        The peer is told first: it takes longer to begin receiving than this side to begin sending.
+        """
         span_bytes = self._pool.span_bytes(packing.copy.layers)
         on_their_way = sum(carried.num_bytes for carried in way.sent)
         wanted = next_bytes(on_their_way, packing.num_left * span_bytes, is_last=len(way.packing) == 1)
         message, copy = packing.take(max(1, wanted // span_bytes))
-        buffer = way.ring.take()
-        num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
-        packing.packed = packed = self._pool.mark()
+        num_bytes = len(copy.sources) * span_bytes
         way.unsaid.append(PieceSent(channel=way.number, number=way.num_pieces, num_bytes=num_bytes, message=message))
         way.num_pieces += 1
         self._speak(way)
+        buffer = way.ring.take()
+        self._pool.pack(copy.sources, copy.layers, buffer)
+        packing.packed = packed = self._pool.mark()
         way.sent.append(way.channel.carry(buffer, num_bytes, packed))
 
     def _speak(self, way: _Way) -> None:

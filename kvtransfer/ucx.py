@@ -200,7 +200,7 @@ class UcxTransport:
         return self._connections.get(sent.to) is sent.connection and sent.connection.endpoint.is_alive
 
     def _pack(self, packing: PackingPieces) -> None:
-        """Launch the copy of the next piece into a buffer, and announce it meanwhile."""
+        """Launch the copy of the next piece into a buffer, and announce it while that runs."""
         span_bytes = self._pool.span_bytes(packing.copy.layers)
         on_their_way = sum(sent.num_bytes for sent in self._sent)
         wanted = next_bytes(on_their_way, packing.num_left * span_bytes, is_last=len(self._packing) == 1)
@@ -208,6 +208,7 @@ class UcxTransport:
         buffer = self._ring.take()
         num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
         packing.packed = packed = self._pool.mark()
+        self._send_packed()
         self._next_tag = (self._next_tag + 1) % (1 << TAG_BITS)
         tag = self._next_tag << KIND_BITS | DATA_TAG
         connection = self._connections[packing.to]
