@@ -12,7 +12,7 @@ Only the files of a GPU know torch, and they are imported only where there is on
 ``transport``    what a transport must do
 ``pieces``       what transports that stage have in common; ``staging_ring`` are their buffers
 ``shm``          shared memory of one host
-``cuda_ipc``     a kernel writes into a mapped pool of another GPU; ``cuda_memory`` maps it
+``cuda_ipc``     copies into a mapped pool of another GPU; ``cuda_memory`` maps it
 ``ucx``          whatever UCX finds between two hosts or GPUs; with ``ucx_inbox`` and ``ucx_port``
 ``nccl``         channels between fixed pairs of GPUs; with ``nccl_channel``, ``_inbox``, ``_library`` and ``_gpu``
 ``ucx_lanes``    what UCX has chosen, and whether TCP is a pity

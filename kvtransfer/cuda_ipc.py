@@ -1,17 +1,28 @@
-"""Transport between GPUs of one host: a kernel copies listed blocks straight into the decode pool, mapped here.
+"""Transport between GPUs of one host: listed blocks are copied straight into the decode pool, which is mapped here.
 
-Nothing is staged, and nothing runs on the other GPU.
+Nothing is staged, and nothing runs on the other GPU. The copy engines do it, or, with an older driver, a kernel.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import TransferFailed
-from ..kernels.kv_copy import LINK, copy_blocks, layer_span
-from .cuda_memory import HANDLE_BYTES, CudaError, export_memory, map_memory, unmap_memory
+from ..kernels.kv_copy import LINK, BlockSpan, CopyShape, copy_blocks, layer_span
+from .cuda_memory import (
+    HANDLE_BYTES,
+    CudaError,
+    copy_pieces,
+    export_memory,
+    has_batch_copies,
+    map_memory,
+    unmap_memory,
+)
 from .device_pool import DevicePool
 from .pool_bytes import Mark
 from .shm import host_identity
@@ -54,14 +65,14 @@ class CopyingBlocks:
 
 
 class CudaIpcTransport:
-    """Copies on the pool's stream, spread as ``shape`` says."""
+    """Copies on the pool's stream: by the copy engines if ``shape`` is ``None``, else by a kernel spread like that."""
 
     inbox = None
     is_moving = False
     """Its copies tell by themselves whether one must look for their end."""
-    shape = LINK
 
     def __init__(self, pool: DevicePool) -> None:
+        self.shape: CopyShape | None = None if has_batch_copies() else LINK
         own = export_memory(pool.tensor)
         address = IpcAddress(host_identity(), own.handle, own.offset, pool.tensor.numel())
         self.card = TransportCard("cuda_ipc", msgspec.json.encode(address).decode())
@@ -86,13 +97,19 @@ class CudaIpcTransport:
             raise TransferFailed("the peer's memory is not mapped")
         if not 0 <= min(copy.destinations) <= max(copy.destinations) < target.num_blocks:
             raise TransferFailed("a destination lies outside the peer's pool")
-        pool = self._pool
+        with self._pool.stream.launching():
+            self._copy(target.base + target.offset, copy)
+        return CopyingBlocks(self._pool.stream.mark())
+
+    def _copy(self, there: int, copy: BlockCopy) -> None:
+        pool, here = self._pool, self._pool.tensor.data_ptr()
         span = layer_span(pool.tensor, range(copy.layers.first, copy.layers.end))
-        with pool.stream.launching():
+        if self.shape is not None:
             sources, destinations = pool.block_lists(copy.sources, copy.destinations)
-            there = target.base + target.offset
-            copy_blocks(pool.tensor.data_ptr(), there, sources, destinations, span, self.shape)
-        return CopyingBlocks(pool.stream.mark())
+            copy_blocks(here, there, sources, destinations, span, self.shape)
+            return
+        places = _places(here, copy.sources, span), _places(there, copy.destinations, span)
+        copy_pieces(*places, span.size, pool.stream.device)
 
     def detail(self, peer: Peer) -> str:
         return ""
@@ -108,6 +125,11 @@ class CudaIpcTransport:
     def close(self) -> None:
         for peer in list(self._peers):
             self.forget(peer)
+
+
+def _places(pool_start: int, blocks: Sequence[int], span: BlockSpan) -> NDArray[np.uint64]:
+    """The address of the span of each block."""
+    return np.array(blocks, np.uint64) * np.uint64(span.stride) + np.uint64(pool_start + span.offset)
 
 
 def _decode(address: str) -> IpcAddress:

@@ -26,7 +26,8 @@ from crossdock.kvtransfer.transport import BlockCopy, NotReachable, Transport
 from ..model.gpu import HAS_GPU, gpu_stream
 from . import host_driver
 
-from crossdock.kvtransfer.cuda_ipc import CudaIpcTransport  # isort: skip  (triton: not before `gpu` has set it up)
+from crossdock.kernels.kv_copy import LINK  # isort: skip  (triton: not before `gpu` has set it up)
+from crossdock.kvtransfer.cuda_ipc import CudaIpcTransport  # isort: skip
 from crossdock.kvtransfer.device_pool import DevicePool  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,8 +87,10 @@ class Side:
         self.transport = self._transport(transport)
 
     def _transport(self, name: str) -> Transport:
-        if name == "cuda_ipc":
-            return CudaIpcTransport(self.pool)
+        if name.startswith("cuda_ipc"):
+            transport = CudaIpcTransport(self.pool)
+            transport.shape = LINK if name.endswith("kernel") else transport.shape
+            return transport
         from crossdock.kvtransfer.ucx import UcxTransport
 
         return UcxTransport(self.pool, self.me, KEY, patience_seconds=30.0)

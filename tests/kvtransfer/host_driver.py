@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.kvtransfer import cuda_ipc
@@ -60,9 +61,20 @@ def unmap_memory(address: int, device: torch.device) -> None:
     _mappings.pop(address).close()
 
 
+def has_batch_copies() -> bool:
+    return True
+
+
+def copy_pieces(
+    sources: NDArray[np.uint64], destinations: NDArray[np.uint64], num_bytes: int, device: torch.device
+) -> None:
+    for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+        ctypes.memmove(destination, source, num_bytes)
+
+
 def stand_in() -> pytest.MonkeyPatch:
     """`cuda_ipc` uses these functions until the patch is undone."""
     patch = pytest.MonkeyPatch()
-    for function in (export_memory, map_memory, unmap_memory):
+    for function in (export_memory, map_memory, unmap_memory, has_batch_copies, copy_pieces):
         patch.setattr(cuda_ipc, function.__name__, function)
     return patch
