@@ -88,6 +88,8 @@ class Outgoing:
         self.links.send(to, message)
 
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
+        """Behind all tokens: it takes longer to launch a copy than to send them."""
+        self.flush()
         self.links.push(to, header, source_blocks)
 
     def emit(self, router: Peer, delta: TokenDelta) -> None:
@@ -187,6 +189,7 @@ class Worker:
             lease_seconds=lease_seconds,
             may_run=may_run,
             checksums=memory.checksums if self._config.transfer.checksums else no_checksums,
+            min_push_bytes=memory.min_push_bytes,
         )
         return decode, prefill
 

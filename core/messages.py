@@ -13,7 +13,7 @@ from .kv_layout import KvLayout
 from .request import Request, RequestId, TokenLogprobs, TransferId
 from .sequence import FinishReason
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """`Envelope` and `Refused` keep their form in all versions, so that a process hears why another will not have it."""
 
 Incarnation = NewType("Incarnation", str)
@@ -316,10 +316,10 @@ class Reservation(Message, frozen=True, tag="reservation"):
 
 
 class Push(Message, frozen=True, tag="push"):
-    """Prefill to decode: layer group ``group`` of ``blocks`` (pool blocks of the receiver) has been sent.
+    """Prefill to decode: ``num_groups`` layer groups from ``group`` on of ``blocks`` (pool blocks of the receiver).
 
-    Over ``tcp`` the bytes come as the payload of this message: for each block the span of the group's
-    layers. Over a transport that writes into the pool itself they are already there and the payload is empty.
+    Over ``tcp`` the bytes come as the payload of this message: for each block the span of the groups' layers. Over a
+    transport that writes into the pool itself they are already there and the payload is empty.
     """
 
     transfer_id: TransferId
@@ -328,6 +328,7 @@ class Push(Message, frozen=True, tag="push"):
     group: int
     blocks: list[int]
     transport: str
+    num_groups: int = 1
 
 
 class Renew(Message, frozen=True, tag="renew"):

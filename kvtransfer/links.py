@@ -141,13 +141,13 @@ class Links:
             time.sleep(min(seconds, GLANCE_SECONDS))
 
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
-        """Bring layer group ``header.group`` of own blocks to ``header.blocks``. Raises `TransferFailed`."""
+        """Bring the header's layer groups of own blocks to ``header.blocks``. Raises `TransferFailed`."""
         probe = self._probes.get(to)
         if probe is None or not probe.is_linked or probe.link is None:
             raise TransferFailed(f"there is no link to {to.incarnation}")
         transport = self._transports[probe.link.transport]
         header = replace(header, transport=probe.link.transport)
-        copy = BlockCopy(source_blocks, header.blocks, self._memory.groups[header.group])
+        copy = BlockCopy(source_blocks, header.blocks, self._memory.layers_of(header))
         try:
             copying = transport.push(to, header, copy)
         except LinkDown as error:

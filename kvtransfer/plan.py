@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,26 @@ def merge_runs(sources: Sequence[int], destinations: Sequence[int]) -> list[Run]
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """Layer group ``group`` of the prompt blocks ``source`` (indices in the prompt), to pool blocks ``destination``."""
+    """Of the prompt blocks ``source`` (indices in the prompt), to pool blocks ``destination``.
+
+    That is ``num_groups`` layer groups from ``group`` on.
+    """
 
     group: int
     source: range
     destination: list[int]
+    num_groups: int = 1
 
 
 class PushPlan:
-    """How far the prompt of one transfer is written, and how far it is pushed, for each layer group."""
+    """How far the prompt of one transfer is written, and how far it is pushed, for each layer group.
 
-    def __init__(self, num_blocks: int, num_groups: int) -> None:
+    Fewer than ``min_pairs`` of a block and a layer group are not worth a push while more will follow.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int, min_pairs: int = 1) -> None:
         self.num_blocks = num_blocks
+        self._min_pairs = min_pairs
         self._written = [0] * num_groups
         self._pushed = [0] * num_groups
         self._first = num_blocks
@@ -66,14 +75,20 @@ class PushPlan:
         return 0 <= first_missing == self.num_blocks - len(blocks) and len(set(blocks)) == len(blocks)
 
     def take(self) -> list[GroupBlocks]:
-        """What is written and has a destination and was not taken before."""
-        taken = [self._take_group(group) for group in range(len(self._written))]
-        return [blocks for blocks in taken if blocks.source]
-
-    def _take_group(self, group: int) -> GroupBlocks:
-        source = range(self._pushed[group], max(self._pushed[group], self._written[group]))
-        self._pushed[group] = source.stop
-        return GroupBlocks(group, source, self._destination[source.start - self._first : source.stop - self._first])
+        """What is written and has a destination and was not taken before; groups of the same blocks together."""
+        waiting = [
+            range(pushed, max(pushed, written)) for pushed, written in zip(self._pushed, self._written, strict=True)
+        ]
+        if sum(map(len, waiting)) < self._min_pairs and min(self._written) < self.num_blocks:
+            return []
+        self._pushed = [source.stop for source in waiting]
+        taken = []
+        for source, groups in groupby(range(len(waiting)), waiting.__getitem__):
+            first, *others = groups
+            destination = self._destination[source.start - self._first : source.stop - self._first]
+            if source:
+                taken.append(GroupBlocks(first, source, destination, 1 + len(others)))
+        return taken
 
     @property
     def is_complete(self) -> bool:

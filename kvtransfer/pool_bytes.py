@@ -76,8 +76,10 @@ class PoolMemory(ABC):
     """``groups`` are the layer groups in which transfers travel; a span of group g has ``group_bytes[g]`` bytes.
 
     A staging buffer has ``staging_bytes``, and always room for a block at least; a ring has ``num_staging`` of them.
-    All copies run in the order in which they were launched.
+    All copies run in the order in which they were launched. Fewer than ``min_push_bytes`` are not worth a push.
     """
+
+    min_push_bytes = 0
 
     def __init__(
         self, num_blocks: int, layout: KvLayout, num_groups: int, staging_bytes: int, num_staging: int
@@ -89,6 +91,11 @@ class PoolMemory(ABC):
         self.groups = layout.layer_groups(num_groups)
         self.group_bytes = tuple(map(self.span_bytes, self.groups))
         self.all_layers = LayerGroup(0, layout.num_layers)
+
+    def layers_of(self, header: Push) -> LayerGroup:
+        """All layers of its groups."""
+        groups = self.groups[header.group : header.group + header.num_groups]
+        return LayerGroup(groups[0].first, groups[-1].end)
 
     def span_bytes(self, layers: LayerGroup) -> int:
         return (layers.end - layers.first) * self.layout.layer_bytes
@@ -164,7 +171,7 @@ class PoolBytes(PoolMemory):
         return PASSED
 
     def land(self, header: Push, payload: Payload) -> Mark:
-        self.write(header.blocks, self.groups[header.group], payload)
+        self.write(header.blocks, self.layers_of(header), payload)
         return PASSED
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:

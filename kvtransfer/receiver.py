@@ -191,19 +191,21 @@ class Receiver:
         if fault:
             return self.revoke(fault, now)
         self.lease.renew(now)
-        missing = self._missing[push.group]
-        if missing.isdisjoint(push.blocks):
+        missing = self._missing[push.group : push.group + push.num_groups]
+        if all(of_group.isdisjoint(push.blocks) for of_group in missing):
             return NOTHING
-        missing.difference_update(push.blocks)
+        for of_group in missing:
+            of_group.difference_update(push.blocks)
         actions = self._attach_if_whole(now) if self.state is ReceiverState.COMMITTED else NOTHING
         return ReceiverActions(actions.messages, num_payload_bytes > 0, actions.change)
 
     def _fault_of(self, push: Push, num_payload_bytes: int) -> str | None:
-        if not 0 <= push.group < len(self._group_bytes):
-            return f"layer group {push.group} does not exist"
+        end = push.group + push.num_groups
+        if not 0 <= push.group < end <= len(self._group_bytes):
+            return f"layer groups {push.group} to {end} do not exist"
         if not self._reserved.issuperset(push.blocks):
             return "a block was pushed that is not reserved"
-        wanted = 0 if push.transport in POOL_WRITERS else len(push.blocks) * self._group_bytes[push.group]
+        wanted = 0 if push.transport in POOL_WRITERS else len(push.blocks) * sum(self._group_bytes[push.group : end])
         if num_payload_bytes != wanted:
             return f"a push brought {num_payload_bytes} bytes, not {wanted}"
         return None

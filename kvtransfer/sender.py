@@ -81,14 +81,21 @@ class Sender:
     """The prompt has ``num_blocks`` blocks (the last may be partial and travels whole) in ``num_groups`` layer groups.
 
     ``lease_seconds`` times the repetition of the offer; a lease itself runs as long as its `Reservation` says.
+    ``min_pairs`` as in `PushPlan`.
     """
 
     def __init__(
-        self, offer: Offer, num_blocks: int, num_groups: int, holder: Incarnation, lease_seconds: float
+        self,
+        offer: Offer,
+        num_blocks: int,
+        num_groups: int,
+        holder: Incarnation,
+        lease_seconds: float,
+        min_pairs: int = 1,
     ) -> None:
         self.state = SenderState.OFFERED
         self._offer = offer
-        self._plan = PushPlan(num_blocks, num_groups)
+        self._plan = PushPlan(num_blocks, num_groups, min_pairs)
         self._holder = holder
         self._lease_seconds = lease_seconds
         self._held: Lease | None = None
@@ -223,6 +230,7 @@ class Sender:
             group=blocks.group,
             blocks=blocks.destination,
             transport="",
+            num_groups=blocks.num_groups,
         )
         return PushBlocks(header, blocks.source)
 

@@ -64,12 +64,15 @@ class Engine:
             step.num_groups_told += 1
 
     def finish(self, step: Step, now: float) -> None:
-        """Wait for the step and give every part the results of its chunks."""
+        """Wait for the step and give every part the results of its chunks.
+
+        Layer groups of which it was not told come after them: somebody waits for tokens, and a group makes work.
+        """
         results = step.launched.results()  # in the order of the shares
-        self.tell_progress(step, now)
         end = 0
         for part, chunks in step.shares:
             start, end = end, end + len(chunks)
             part.apply(list(zip(chunks, results[start:end], strict=True)), now)
             for chunk in chunks:
                 self._tables.step_done(chunk)
+        self.tell_progress(step, now)

@@ -32,6 +32,7 @@ from ..core.messages import (
     Peer,
     PrefillTask,
     PromptLogprobs,
+    Push,
     Rejected,
     RequestFailed,
     Reservation,
@@ -96,7 +97,8 @@ class PrefillPart:
     """See the module's docstring for the life of a request.
 
     ``hand_over`` takes a computed sequence to the decode part of this worker; ``held_back`` is the number of blocks
-    that part wants left free. A request that ``may_run`` holds up is queued once it no longer does.
+    that part wants left free. A request that ``may_run`` holds up is queued once it no longer does. KV waits for more,
+    if more will come, until there are ``min_push_bytes`` of it to be pushed.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class PrefillPart:
         lease_seconds: float,
         may_run: MayRun = lambda sequence: True,
         checksums: Checksums = no_checksums,
+        min_push_bytes: int = 0,
     ) -> None:
         self._me = me
         self._card = card
@@ -120,6 +123,7 @@ class PrefillPart:
         self._may_run = may_run
         self._checksums = checksums
         self._groups = card.layout.layer_groups(card.num_layer_groups)
+        self._min_pairs = min_push_bytes * card.num_layer_groups // card.layout.block_bytes
         self._scheduler = PromptScheduler(tables, held_back)
         self._uncompiled: list[Job] = []
         self._jobs: dict[RequestId, Job] = {}
@@ -222,7 +226,7 @@ class PrefillPart:
         layout = self._card.layout
         num_blocks = layout.num_blocks_for(sequence.num_prompt)
         num_groups = self._card.num_layer_groups
-        job.sender = Sender(offer, num_blocks, num_groups, self._me.incarnation, self._lease_seconds)
+        job.sender = Sender(offer, num_blocks, num_groups, self._me.incarnation, self._lease_seconds, self._min_pairs)
         self.num_transfers += 1
         self._act(job, job.sender.start(now), now)
         for group in range(num_groups):
@@ -242,6 +246,8 @@ class PrefillPart:
         self._act(job, job.sender.written(group, num_blocks, now), now)
 
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
+        """All first tokens are told before any KV is pushed, which takes a while."""
+        going_on: list[tuple[Job, list[int | None]]] = []
         for chunk, result in done:
             if job := self._job_of(chunk):
                 if result.failure:
@@ -255,8 +261,11 @@ class PrefillPart:
                 if result.pooled:
                     job.pooled = job.pooled or PooledSum(job.task.request)
                     job.pooled.add(result.pooled)
-                if chunk.end == job.sequence.num_prompt:
-                    self._complete(job, result, now)
+                is_whole = chunk.end == job.sequence.num_prompt
+                if is_whole and (first_token_ids := self._complete(job, result, now)):
+                    going_on.append((job, first_token_ids))
+        for job, first_token_ids in going_on:
+            self._hand_on(job, first_token_ids, now)
 
     def _job_of(self, chunk: Chunk) -> Job | None:
         """The job of a chunk, unless it was dropped while the chunk was on the device."""
@@ -268,30 +277,37 @@ class PrefillPart:
         scored = PromptLogprobs(request_id=told_as, start=chunk.start + 1, logprobs=list(result.prompt_logprobs))
         self._outbox.send(job.router, scored)
 
-    def _complete(self, job: Job, result: ChunkResult, now: float) -> None:
-        """The prompt is computed: first tokens go to the router, those that they don't end to the decode worker."""
+    def _complete(self, job: Job, result: ChunkResult, now: float) -> list[int | None]:
+        """The prompt is computed, and first tokens go to the router.
+
+        Those of choices that go on, ``None`` for others; nothing where none does.
+        """
         job.is_computed = True
         queue, prefill = (job.timeline.seconds(stage, now) for stage in (StageName.PREFILL_QUEUE, StageName.PREFILL))
         times = StageTimes(queue, prefill)
         if result.token_id is None:
             self._complete_alone(job, times, now)
-            return
+            return []
         draws = (Draw(result.token_id, result.logprobs, result.is_complete), *result.forks)
         for choice, draw in zip(job.choices, draws, strict=True):
             if choice.request_id in job.wanted:
                 self._tell_first(job, choice, draw, times)
-        going_on = [
+        if not job.wanted:
+            self._drop(job, "the first token ended the request", now, is_done=True)
+            return []
+        return [
             draw.token_id if choice.request_id in job.wanted else None
             for choice, draw in zip(job.choices, draws, strict=True)
         ]
-        if not job.wanted:
-            self._drop(job, "the first token ended the request", now, is_done=True)
-        elif job.sender is not None:
+
+    def _hand_on(self, job: Job, first_token_ids: list[int | None], now: float) -> None:
+        """To the decode worker, which may be this one."""
+        if job.sender is not None:
             job.timeline.enter(StageName.TRANSFER, now)
-            self._act(job, job.sender.finish(going_on, now), now)
+            self._act(job, job.sender.finish(first_token_ids, now), now)
         else:
             self._forget(job, now)
-            for sequence in self._tables.split(job.sequence, going_on):
+            for sequence in self._tables.split(job.sequence, first_token_ids):
                 self._hand_over(Handover(sequence, job.router, now))
 
     def _complete_alone(self, job: Job, times: StageTimes, now: float) -> None:
@@ -327,7 +343,7 @@ class PrefillPart:
                 assert job.sender is not None, "only a sender pushes"
                 self._act(job, job.sender.cancel(str(error)), now)
                 return
-            self.num_bytes_pushed += len(push.source) * self._group_bytes(push.header.group)
+            self.num_bytes_pushed += len(push.source) * self._bytes_of_block(push.header)
         for message in actions.messages:
             self._outbox.send(decode, self._sealed(message, job))
         match actions.outcome:
@@ -349,9 +365,9 @@ class PrefillPart:
             return message
         return replace(message, checksums=self._checksums(job.sequence.blocks[job.first_missing :]))
 
-    def _group_bytes(self, group: int) -> int:
-        layers = self._groups[group]
-        return (layers.end - layers.first) * self._card.layout.layer_bytes
+    def _bytes_of_block(self, push: Push) -> int:
+        groups = self._groups[push.group : push.group + push.num_groups]
+        return (groups[-1].end - groups[0].first) * self._card.layout.layer_bytes
 
     def _report(self, job: Job, reason: str, is_retryable: bool) -> None:
         for choice in job.wanted_choices:

@@ -114,7 +114,8 @@ class Record:
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
         if self.is_link_down:
             raise TransferFailed("the link is down")
-        self.pushed.append((header.group, source_blocks, header.blocks))
+        groups = range(header.group, header.group + header.num_groups)
+        self.pushed += [(group, source_blocks, header.blocks) for group in groups]
 
     def emit(self, router: Peer, delta: TokenDelta) -> None:
         assert router == ROUTER

@@ -250,7 +250,7 @@ def break_every_rule(rogue: Rogue) -> None:
     rogue.cancel(lease)
     lease = rogue.reserved()
     rogue.push(lease, group=NUM_GROUPS, blocks=lease.blocks)
-    assert rogue.hear(Revoke).reason == f"layer group {NUM_GROUPS} does not exist"
+    assert rogue.hear(Revoke).reason == f"layer groups {NUM_GROUPS} to {NUM_GROUPS + 1} do not exist"
     rogue.cancel(lease)
     lease = rogue.reserved()
     rogue.commit(lease, num_block_groups=1)

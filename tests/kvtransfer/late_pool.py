@@ -61,5 +61,5 @@ class LatePool(PoolBytes):
 
     def land(self, header: Push, payload: Payload) -> Mark:
         write = super().write
-        self._launch(lambda: write(header.blocks, self.groups[header.group], payload))
+        self._launch(lambda: write(header.blocks, self.layers_of(header), payload))
         return self.mark()

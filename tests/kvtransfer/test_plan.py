@@ -37,6 +37,32 @@ def test_a_late_reservation_gets_the_backlog_of_each_group_at_once() -> None:
     assert (plan.is_complete, plan.num_block_groups) == (True, 6)
 
 
+def test_groups_of_the_same_blocks_travel_together() -> None:
+    plan = PushPlan(num_blocks=5, num_groups=4)
+    plan.assign(1, [70, 71, 80, 81])
+    for group, num_blocks in enumerate((3, 3, 2, 3)):
+        plan.write(group, num_blocks)
+    assert plan.take() == [
+        GroupBlocks(0, range(1, 3), [70, 71], num_groups=2),
+        GroupBlocks(2, range(1, 2), [70]),
+        GroupBlocks(3, range(1, 3), [70, 71]),
+    ]
+
+
+def test_what_is_too_little_for_a_push_waits_for_more_and_for_nothing_else() -> None:
+    plan = PushPlan(num_blocks=3, num_groups=4, min_pairs=5)
+    plan.assign(1, [70, 71])
+    plan.write(0, 3)
+    plan.write(1, 3)
+    assert plan.take() == []
+    plan.write(2, 3)
+    assert plan.take() == [GroupBlocks(0, range(1, 3), [70, 71], num_groups=3)]
+    plan.write(3, 2)
+    assert plan.take() == []
+    plan.write(3, 3)
+    assert plan.take() == [GroupBlocks(3, range(1, 3), [70, 71])]
+
+
 def test_what_was_written_is_not_taken_back() -> None:
     plan = PushPlan(num_blocks=4, num_groups=1)
     plan.assign(0, [1, 2, 3, 4])

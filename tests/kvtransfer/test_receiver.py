@@ -1,6 +1,7 @@
 """The decode side of one transfer, step by step."""
 
 import pytest
+from msgspec.structs import replace
 
 from crossdock.core.messages import (
     Attached,
@@ -118,6 +119,15 @@ def test_the_last_payload_lands_and_attaches_in_one() -> None:
     assert actions == ReceiverActions((ATTACHED,), lands=True, change=Change.ATTACH)
 
 
+def test_a_push_of_several_groups_counts_for_each_of_them() -> None:
+    receiver = make_receiver()
+    deliver(receiver, push(1, 20, transport="tcp"), 1.0, b"x" * 4)
+    both = replace(push(0, 20, 21, transport="tcp"), num_groups=2)
+    assert deliver(receiver, both, 1.0, b"x" * 20) == ReceiverActions(lands=True)
+    assert deliver(receiver, both, 1.0, b"x" * 20) == NOTHING
+    assert deliver(receiver, commit(), 1.1).change is Change.ATTACH
+
+
 def test_a_prompt_that_is_cached_whole_attaches_with_its_commit() -> None:
     receiver = make_receiver(())
     assert deliver(receiver, commit(0), 1.0).change is Change.ATTACH
@@ -126,8 +136,11 @@ def test_a_prompt_that_is_cached_whole_attaches_with_its_commit() -> None:
 @pytest.mark.parametrize(
     ("message", "payload", "reason"),
     [
-        (push(2, 20), b"", "layer group 2 does not exist"),
-        (push(-1, 20), b"", "layer group -1 does not exist"),
+        (push(2, 20), b"", "layer groups 2 to 3 do not exist"),
+        (push(-1, 20), b"", "layer groups -1 to 0 do not exist"),
+        (replace(push(1, 20), num_groups=2), b"", "layer groups 1 to 3 do not exist"),
+        (replace(push(1, 20), num_groups=0), b"", "layer groups 1 to 1 do not exist"),
+        (replace(push(0, 20, transport="tcp"), num_groups=2), b"x" * 6, "a push brought 6 bytes, not 10"),
         (push(0, 20, 22), b"", "a block was pushed that is not reserved"),
         (push(0, 20, 21, transport="tcp"), b"x" * 11, "a push brought 11 bytes, not 12"),
         (push(1, 20, 21, transport="tcp"), b"", "a push brought 0 bytes, not 8"),

@@ -59,8 +59,16 @@ def reservation(first_missing: int = 0, blocks: tuple[int, ...] = (20, 21, 30), 
     )
 
 
-def push(group: int, source: range, blocks: list[int]) -> PushBlocks:
-    header = Push(transfer_id=T, lease_id=LeaseId(4), generation=2, group=group, blocks=blocks, transport="")
+def push(group: int, source: range, blocks: list[int], num_groups: int = 1) -> PushBlocks:
+    header = Push(
+        transfer_id=T,
+        lease_id=LeaseId(4),
+        generation=2,
+        group=group,
+        blocks=blocks,
+        transport="",
+        num_groups=num_groups,
+    )
     return PushBlocks(header, source)
 
 
@@ -100,14 +108,14 @@ def test_a_reservation_after_the_end_of_prefill_gets_all_pushes_and_the_commit()
     assert sender.written(0, 3, 0.5) == NOTHING
     assert sender.finish([77], 0.6) == NOTHING
     actions = sender.handle(reservation(first_missing=1, blocks=(20, 21)), 1.0)
-    assert actions.pushes == (push(0, range(1, 3), [20, 21]), push(1, range(1, 3), [20, 21]))
+    assert actions.pushes == (push(0, range(1, 3), [20, 21], num_groups=2),)
     assert actions.messages == (commit(4, exposed_seconds=1.0 - 0.6),)
 
 
 def test_finish_alone_pushes_everything() -> None:
     sender = reserved_sender()
     actions = sender.finish([77], 2.0)
-    assert actions.pushes == (push(0, range(3), [20, 21, 30]), push(1, range(3), [20, 21, 30]))
+    assert actions.pushes == (push(0, range(3), [20, 21, 30], num_groups=2),)
     assert actions.messages == (commit(6),)
 
 
@@ -150,7 +158,7 @@ def test_a_reservation_counts_from_when_the_loop_last_came_round_because_it_may_
     assert sender.handle(reservation(), 9.0) == cancelled("the lease expired unused")
     sender = make_sender()
     sender.finish([77], 0.1)
-    assert len(sender.handle(reservation(), 8.9).pushes) == 2
+    assert len(sender.handle(reservation(), 8.9).pushes) == 1
 
 
 def test_the_commit_is_repeated_and_given_up() -> None:

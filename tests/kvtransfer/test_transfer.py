@@ -161,7 +161,7 @@ class Crossing:
 
     def obey(self, actions: SenderActions) -> None:
         for push in actions.pushes:
-            layers = self.source.groups[push.header.group]
+            layers = self.source.layers_of(push.header)
             header = replace_transport(push.header, self.setup.transport)
             if self.setup.transport == "shm":
                 assert set(header.blocks) <= self.decode.writable, "the sender writes to blocks that are not its own"
@@ -274,7 +274,7 @@ def test_late_messages_of_an_earlier_lease_do_not_count_for_the_next() -> None:
     crossing.deliver(offer)
     crossing.deliver(crossing.packets.pop(0))
     late = list(crossing.packets)
-    assert [type(packet.message) for packet in late] == [Push, Push, Commit]
+    assert [type(packet.message) for packet in late] == [Push, Commit]
     crossing.obey(crossing.sender.cancel("the client left"))
     crossing.deliver(crossing.packets.pop())
     assert crossing.decode.pool.books().free == POOL_BLOCKS

@@ -52,10 +52,10 @@ SCORED = TokenLogprobs(-1.0)
 
 
 class Bench:
-    def __init__(self, num_blocks: int = 8) -> None:
+    def __init__(self, num_blocks: int = 8, outbox: Record | None = None, min_push_bytes: int = 0) -> None:
         self.uncompiled: set[str] = set()
         self.tables = tables_of(num_blocks)
-        self.outbox = Record()
+        self.outbox = outbox or Record()
         self.handed_over: list[Handover] = []
         self.part = PrefillPart(
             PREFILL,
@@ -66,6 +66,7 @@ class Bench:
             lambda: 0,
             LEASE_SECONDS,
             lambda sequence: name_of(sequence) not in self.uncompiled,
+            min_push_bytes=min_push_bytes,
         )
 
     def task(self, wanted: Request, decode: Peer = DECODE, now: float = 0.0) -> None:

@@ -131,7 +131,7 @@ class SimulatedWorker:
         self.ring.network.send(self.peer, to, message)
 
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
-        layers = self.memory.groups[header.group]
+        layers = self.memory.layers_of(header)
         payload = self.memory.read(source_blocks, layers)
         for block in source_blocks:
             assert not self.is_reusable(block), "a push reads a block that it no longer holds"
