@@ -1,7 +1,9 @@
 """Staging on a device that runs copies when it likes: nothing is sent, used again or called done before its time."""
 
+import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from crossdock.core.messages import Incarnation, LeaseId, Peer, Push
 from crossdock.core.request import TransferId
 from crossdock.kvtransfer.nccl import NcclTransport
 from crossdock.kvtransfer.pieces import RAMP_BYTES, PackingPieces, next_bytes
-from crossdock.kvtransfer.transport import BlockCopy
+from crossdock.kvtransfer.transport import BlockCopy, LinkDown, NotReachable
 from crossdock.kvtransfer.ucx import UcxTransport
 
 from .late_pool import LatePool
@@ -151,6 +153,27 @@ def test_a_peer_is_forgotten_when_nothing_is_copied_for_it_any_more(pair: Pair) 
     pair.push([0])
     pair.prefill.transport.forget(pair.decode.me)
     assert pair.prefill.pool.num_launched == 0
+
+
+@both
+def test_random_pushes_copies_and_sudden_ends_bring_right_bytes_or_none(pair: Pair) -> None:
+    chance = random.Random(7)
+    for _ in range(120):
+        with suppress(LinkDown):
+            pair.push(chance.sample(range(NUM_BLOCKS), chance.randrange(1, 9)))
+        for side in (pair.prefill, pair.decode):
+            side.pool.run(chance.randrange(side.pool.num_launched + 1))
+        pair.run_for(chance.random() * 0.01)
+        if chance.random() < 0.08:
+            pair.prefill.transport.forget(pair.decode.me)
+            pair.decode.transport.inbox.forget(pair.prefill.me)
+        with suppress(NotReachable):
+            pair.prefill.transport.open(pair.decode.me, pair.decode.transport.card, NUM_BLOCKS)
+    pair.decode.pool.run(pair.decode.pool.num_launched)
+    landed = sorted(set(pair.decode.arrived))
+    assert len(pair.decode.arrived) > 2 * NUM_BLOCKS and pair.holds(landed)
+    others = [block for block in range(NUM_BLOCKS) if block not in landed]
+    assert not pair.decode.pool.array[others].any()
 
 
 # --- how a push is cut ---------------------------------------------------------------------------------
