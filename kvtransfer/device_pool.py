@@ -79,14 +79,12 @@ class DevicePool(PoolMemory):
             self.stream.mark().synchronize()  # what is packed or received there comes from other streams, too
         return buffer
 
-    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> int:
+    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> None:
         assert isinstance(staging, Tensor), "staged where the pool lies"
         shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
-        num_bytes = math.prod(shape)
         with self.stream.launching():
-            spans = staging[:num_bytes].view(shape)
+            spans = staging[: math.prod(shape)].view(shape)
             gather_blocks(self.tensor, self.block_list(blocks), range(layers.first, layers.end), spans)
-        return num_bytes
 
     def mark(self) -> Mark:
         return self.stream.mark()

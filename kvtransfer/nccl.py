@@ -18,7 +18,7 @@ from ..core.messages import ChannelEnded, ChannelInvite, Peer, PieceSent, ProbeS
 from ..core.part import TransferFailed
 from .nccl_channel import Carried, Channel, Network, Rank
 from .nccl_inbox import MAX_CHANNELS, NcclInbox, invitation_code
-from .pieces import PackingPieces, StagedAddress, next_bytes
+from .pieces import PackingPieces, StagedAddress
 from .pool_bytes import PoolMemory
 from .staging_ring import StagingRing
 from .transport import BlockCopy, LinkDown, NotReachable
@@ -113,7 +113,7 @@ class NcclTransport:
         if way.channel.failure is not None:
             raise LinkDown(f"the channel has failed: {way.channel.failure}")
         max_blocks = self._pool.staging_blocks(copy.layers, way.staging_bytes)
-        packing = PackingPieces(to, header, copy, max_blocks, self._pump)
+        packing = PackingPieces(to, header, copy, max_blocks, self._pool.span_bytes(copy.layers), self._pump)
         way.packing.append(packing)
         self._pump()
         return packing
@@ -185,11 +185,9 @@ class NcclTransport:
 
         The peer is told first: it takes longer to begin receiving than this side to begin sending.
         """
-        span_bytes = self._pool.span_bytes(packing.copy.layers)
         on_their_way = sum(carried.num_bytes for carried in way.sent)
-        wanted = next_bytes(on_their_way, packing.num_left * span_bytes, is_last=len(way.packing) == 1)
-        message, copy = packing.take(max(1, wanted // span_bytes))
-        num_bytes = len(copy.sources) * span_bytes
+        message, copy = packing.take(on_their_way, is_last=len(way.packing) == 1)
+        num_bytes = len(copy.sources) * packing.span_bytes
         way.unsaid.append(PieceSent(channel=way.number, number=way.num_pieces, num_bytes=num_bytes, message=message))
         way.num_pieces += 1
         self._speak(way)

@@ -13,8 +13,8 @@ from .transport import BlockCopy, NotReachable
 
 WAIT_SECONDS = 0.5
 
-RAMP_BYTES = 32 << 20
-"""Of the smallest piece that is made of a larger push: to launch one takes as long as to carry it."""
+RAMP_BYTES = 64 << 20
+"""Of the smallest piece that is made of a larger push: over NVLink it takes as long as launching the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,15 @@ class StagedAddress:
 class PackingPieces:
     """`Copying`: done when all pieces have been packed, so that their sources are free.
 
-    A piece has ``max_blocks`` at most; the digest of a probe speaks of all its blocks, so they stay together.
-    ``packed`` is behind the copy of the last piece that was taken.
+    A piece has ``max_blocks`` at most, a span ``span_bytes``; the digest of a probe speaks of all its blocks, so they
+    stay together. ``packed`` is behind the copy of the last piece that was taken.
     """
 
     to: Peer
     header: Push | ProbeSent
     copy: BlockCopy
     max_blocks: int
+    span_bytes: int
     progress: Callable[[], None]
     num_taken: int = 0
     packed: Mark = PASSED
@@ -59,12 +60,14 @@ class PackingPieces:
         """Blocks that no piece has taken."""
         return len(self.copy.sources) - self.num_taken
 
-    def take(self, num_blocks: int) -> tuple[Push | ProbeSent, BlockCopy]:
-        """The next piece, of so many blocks or fewer, and what is said of it."""
+    def take(self, bytes_on_their_way: int, is_last: bool) -> tuple[Push | ProbeSent, BlockCopy]:
+        """The next piece, and what is said of it; ``is_last``: no other push waits behind this one."""
         if isinstance(self.header, ProbeSent):
             self.drop()
             return self.header, self.copy
-        piece = slice(self.num_taken, self.num_taken + min(num_blocks, self.max_blocks))
+        num_bytes = next_bytes(bytes_on_their_way, self.num_left * self.span_bytes, is_last)
+        num_blocks = min(max(1, num_bytes // self.span_bytes), self.max_blocks)
+        piece = slice(self.num_taken, self.num_taken + num_blocks)
         copy = BlockCopy(self.copy.sources[piece], self.copy.destinations[piece], self.copy.layers)
         self.num_taken += len(copy.sources)
         return replace(self.header, blocks=copy.destinations), copy

@@ -109,10 +109,10 @@ class PoolMemory(ABC):
         """A buffer in the kind of memory in which the pool lies."""
 
     @abstractmethod
-    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> int:
+    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> None:
         """Launch a copy of the spans, one after the other, to the beginning of a staging buffer.
 
-        Their number of bytes; all of them are there once a `mark` made after this is passed.
+        All of them are there once a `mark` made after this is passed.
         """
 
     @abstractmethod
@@ -157,15 +157,13 @@ class PoolBytes(PoolMemory):
     def staging(self) -> Bytes:
         return np.zeros(self.staging_bytes, np.uint8)
 
-    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> int:
+    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> None:
         assert isinstance(staging, np.ndarray), "staged where the pool lies"
         shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
-        num_bytes = math.prod(shape)
-        spans = staging[:num_bytes].reshape(shape)
+        spans = staging[: math.prod(shape)].reshape(shape)
         for run in merge_runs(blocks, range(len(blocks))):
             source = self.array[run.source : run.source + run.num_blocks, layers.first : layers.end]
             spans[run.destination : run.destination + run.num_blocks] = source
-        return num_bytes
 
     def mark(self) -> Mark:
         return PASSED

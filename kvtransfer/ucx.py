@@ -1,7 +1,7 @@
 """Transport between any two hosts by UCX: RDMA, NVLink, shared memory or TCP, whatever UCX finds.
 
 A push is packed piece by piece into a ring of staging buffers, which UCX registers once. Each piece goes out as two
-tagged messages: a header and the bytes (ucx_inbox.py). The header leaves while the device packs the bytes, and they
+tagged messages: a header and the bytes (ucx_inbox.py). The header leaves before the device packs the bytes, and they
 follow when it has: nothing here waits for the device, so that pieces are packed while others travel.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import Payload, TransferFailed
 from ..core.wire_format import encode
-from .pieces import PackingPieces, StagedAddress, next_bytes
-from .pool_bytes import Mark, PoolBytes, PoolMemory
+from .pieces import PackingPieces, StagedAddress
+from .pool_bytes import PASSED, Mark, PoolBytes, PoolMemory
 from .staging_ring import StagingRing
 from .transport import BlockCopy, NotReachable
 from .ucx_inbox import DATA_TAG, HEADER_TAG, KIND_BITS, Header, UcxInbox
@@ -51,8 +51,8 @@ class _Sent:
     deadline: float
     buffer: Payload
     num_bytes: int
-    packed: Mark
     bytes_tag: int | None
+    packed: Mark = PASSED
     pendings: list[Pending] = field(default_factory=list)
 
     @property
@@ -114,7 +114,7 @@ class UcxTransport:
         if not self._is_open(to):
             raise TransferFailed("UCX has no way to the peer")
         max_blocks = self._pool.staging_blocks(copy.layers, self._addresses[to].staging_bytes)
-        packing = PackingPieces(to, header, copy, max_blocks, self._progress)
+        packing = PackingPieces(to, header, copy, max_blocks, self._pool.span_bytes(copy.layers), self._progress)
         self._packing.append(packing)
         self._pump()
         return packing
@@ -200,28 +200,33 @@ class UcxTransport:
         return self._connections.get(sent.to) is sent.connection and sent.connection.endpoint.is_alive
 
     def _pack(self, packing: PackingPieces) -> None:
-        """Launch the copy of the next piece into a buffer, and announce it while that runs."""
-        span_bytes = self._pool.span_bytes(packing.copy.layers)
+        """Announce the next piece, then launch its copy into a buffer: the peer begins to receive meanwhile."""
         on_their_way = sum(sent.num_bytes for sent in self._sent)
-        wanted = next_bytes(on_their_way, packing.num_left * span_bytes, is_last=len(self._packing) == 1)
-        message, copy = packing.take(max(1, wanted // span_bytes))
-        buffer = self._ring.take()
-        num_bytes = self._pool.pack(copy.sources, copy.layers, buffer)
-        packing.packed = packed = self._pool.mark()
-        self._send_packed()
+        message, copy = packing.take(on_their_way, is_last=len(self._packing) == 1)
         self._next_tag = (self._next_tag + 1) % (1 << TAG_BITS)
-        tag = self._next_tag << KIND_BITS | DATA_TAG
-        connection = self._connections[packing.to]
-        deadline = self._clock() + self._patience_seconds
-        sent = _Sent(packing.to, connection, deadline, buffer, num_bytes, packed, tag)
+        sent = _Sent(
+            to=packing.to,
+            connection=self._connections[packing.to],
+            deadline=self._clock() + self._patience_seconds,
+            buffer=self._ring.take(),
+            num_bytes=len(copy.sources) * packing.span_bytes,
+            bytes_tag=self._next_tag << KIND_BITS | DATA_TAG,
+        )
+        self._announce(sent, message)
+        self._send_packed()
+        self._pool.pack(copy.sources, copy.layers, sent.buffer)
+        packing.packed = sent.packed = self._pool.mark()
         self._sent.append(sent)
+
+    def _announce(self, sent: _Sent, message: Push | ProbeSent) -> None:
+        assert sent.bytes_tag is not None, "the bytes come later"
         header = Header(
             sender=self._me,
-            to=packing.to.incarnation,
+            to=sent.to.incarnation,
             reply=self._port.address,
-            connection=connection.number,
-            tag=tag,
-            num_bytes=num_bytes,
+            connection=sent.connection.number,
+            tag=sent.bytes_tag,
+            num_bytes=sent.num_bytes,
             message=encode(message),
         )
         self._give(sent, np.frombuffer(msgspec.msgpack.encode(header), np.uint8), HEADER_TAG)

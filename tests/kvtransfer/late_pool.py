@@ -54,10 +54,9 @@ class LatePool(PoolBytes):
     def mark(self) -> Mark:
         return LateMark(self, self.num_run + len(self._launched))
 
-    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> int:
+    def pack(self, blocks: Sequence[int], layers: LayerGroup, staging: Payload) -> None:
         pack = super().pack
         self._launch(lambda: pack(blocks, layers, staging))
-        return len(blocks) * self.span_bytes(layers)
 
     def land(self, header: Push, payload: Payload) -> Mark:
         write = super().write

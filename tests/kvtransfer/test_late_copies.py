@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from crossdock.core.kv_layout import KvLayout
+from crossdock.core.kv_layout import KvLayout, LayerGroup
 from crossdock.core.mailbox import Mailbox
 from crossdock.core.messages import Incarnation, LeaseId, Peer, Push
 from crossdock.core.request import TransferId
@@ -189,9 +189,10 @@ def test_pieces_grow_from_an_idle_link_on_and_shrink_towards_the_end() -> None:
 
 
 def test_what_is_dropped_is_no_piece_any_more() -> None:
-    copy = BlockCopy([1, 2, 3], [4, 5, 6], LatePool(memoryview(b""), 0, LAYOUT, 1).all_layers)
-    pieces = PackingPieces(Peer("", Incarnation("")), header([4, 5, 6]), copy, 2, lambda: None)
-    assert pieces.take(9)[1].destinations == [4, 5]
+    copy = BlockCopy([1, 2, 3], [4, 5, 6], LayerGroup(0, 2))
+    pieces = PackingPieces(Peer("", Incarnation("")), header([4, 5, 6]), copy, 2, 1, lambda: None)
+    message, piece = pieces.take(0, is_last=True)
+    assert (message, piece.sources, piece.destinations) == (header([4, 5]), [1, 2], [4, 5])
     assert (pieces.num_left, pieces.is_done) == (1, False)
     pieces.drop()
     assert (pieces.num_left, pieces.is_done) == (0, True)
