@@ -25,8 +25,7 @@ STAGING_BYTES = 128 << 20
 """Of a piece that is staged in a GPU's memory: starting to send one costs little beside its time on the link."""
 
 MIN_PUSH_BYTES = 16 << 20
-"""To another GPU they take 0.06 ms, less than the host needs to launch the copy and to tell of it; and each small copy
-takes a few processors from all of the products beside it."""
+"""To another GPU they take 0.06 ms, less than the host needs to launch the copy and to tell of it."""
 
 
 class CopyStream(Protocol):

@@ -155,7 +155,7 @@ class Sender:
         return SenderActions(messages=(Cancel(transfer_id=self.transfer_id, reason=reason),), outcome=Failed(reason))
 
     def tick(self, now: float) -> SenderActions:
-        """Deadlines and repetitions; call it in every iteration of the loop."""
+        """Deadlines and repetitions; call it many times in a lease time."""
         self._last_tick = now
         match self.state:
             case SenderState.OFFERED if now >= self._next_message:
@@ -178,7 +178,7 @@ class Sender:
         seconds = reservation.lease_seconds
         self._held = Lease(reservation.lease_id, reservation.generation, self._holder, seconds * HOLDER_SHARE, 0.0)
         self.state = SenderState.RESERVED
-        # It may have lain in the mailbox while this worker stood still, but not since before the loop last came round.
+        # It may have lain in the mailbox while this worker stood still, but not since before the last tick.
         self._renewed(self._last_tick)
         return self._advance(now)
 

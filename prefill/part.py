@@ -59,6 +59,9 @@ from ..core.unfit import refuse_unfit
 from ..kvtransfer.sender import Failed, Sender, SenderActions, answer_unknown
 from .scheduler import PromptScheduler
 
+TICK_SECONDS = 0.01
+"""Deadlines of transfers are seconds away: to look at all of them whenever the loop comes round would add up."""
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -128,6 +131,7 @@ class PrefillPart:
         self._uncompiled: list[Job] = []
         self._jobs: dict[RequestId, Job] = {}
         self._by_transfer: dict[TransferId, Job] = {}
+        self._next_tick = 0.0
         self.num_cached_tokens = 0
         self.num_prompt_tokens = 0
         self.num_transfers = 0
@@ -382,6 +386,9 @@ class PrefillPart:
         for job in [job for job in self._uncompiled if self._may_run(job.sequence)]:
             self._uncompiled.remove(job)
             self._scheduler.add(job.sequence)
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK_SECONDS
         for job in list(self._by_transfer.values()):
             if job.sender is not None:
                 self._act(job, job.sender.tick(now), now)
