@@ -9,7 +9,7 @@ Every operation takes many blocks at once and costs O(1) for each. A misuse is a
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .messages import PoolBooks
 
@@ -63,12 +63,13 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference to each of these cached or leased blocks."""
         references, cached = self._num_references, self._cached
+        num_cached = len(cached)
         for block in blocks:
             if references[block] == 0:
                 assert block in cached, f"block {block} is neither cached nor leased"
                 del cached[block]
-                self._num_leased += 1
             references[block] += 1
+        self._num_leased += num_cached - len(cached)
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """One reference less each; without any a block becomes cached if it carries a hash, else free.
@@ -77,16 +78,17 @@ class BlockPool:
         without those before it.
         """
         references, hashes, cached, free = self._num_references, self._hashes, self._cached, self._free
+        num_available = self.num_available
         for block in reversed(blocks):
             num_left = references[block] - 1
             assert num_left >= 0, f"block {block} is given back but not leased"
             references[block] = num_left
             if num_left == 0:
-                self._num_leased -= 1
                 if block in hashes:
                     cached[block] = None
                 else:
                     free.append(block)
+        self._num_leased -= self.num_available - num_available
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """The caller's reference, which must be the only one, ends; the block is unusable until `end_quarantine`."""
@@ -104,7 +106,7 @@ class BlockPool:
             self._quarantined.remove(block)
             self._free.append(block)
 
-    def set_hashes(self, blocks: Collection[int], hashes: Collection[bytes]) -> None:
+    def set_hashes(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Name the contents of leased blocks; kept until a block is evicted. Only `PrefixCache` calls this."""
         assert all(map(self._num_references.__getitem__, blocks)), "a block is hashed but nobody holds it"
         assert self._hashes.keys().isdisjoint(blocks), "a block already carries a hash"

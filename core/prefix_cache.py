@@ -1,6 +1,7 @@
 """Which block hash lies in which block of the pool, and what the router must hear about it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import compress
 
 from .block_pool import BlockPool
 from .messages import CacheEvents, CacheSnapshot
@@ -34,12 +35,12 @@ class PrefixCache:
         """
         if not self.is_enabled:
             return
-        new = dict(zip(hashes, blocks, strict=True))
-        for block_hash in self._blocks.keys() & hashes:
-            del new[block_hash]
-        self._pool.set_hashes(new.values(), new)
-        self._blocks.update(new)
-        _note(new, self._stored, self._evicted)
+        if held := self._blocks.keys() & hashes:
+            is_new = [block_hash not in held for block_hash in hashes]
+            blocks, hashes = list(compress(blocks, is_new)), list(compress(hashes, is_new))
+        self._pool.set_hashes(blocks, hashes)
+        self._blocks.update(zip(hashes, blocks, strict=True))
+        _note(hashes, self._stored, self._evicted)
 
     def _on_evict(self, blocks: list[int], hashes: list[bytes]) -> None:
         found = list(map(self._blocks.pop, hashes))
@@ -73,7 +74,7 @@ class PrefixCache:
         assert hashed == self._blocks, "the pool and the prefix cache disagree on a hash"
 
 
-def _note(hashes: Iterable[bytes], changed: dict[bytes, None], changed_back: dict[bytes, None]) -> None:
+def _note(hashes: Sequence[bytes], changed: dict[bytes, None], changed_back: dict[bytes, None]) -> None:
     """Add the hashes to ``changed``, but for those that undo what is in ``changed_back``: nothing is told of these."""
     undone = changed_back.keys() & hashes
     for block_hash in undone:
