@@ -10,7 +10,8 @@ from .step_shapes import StepShape
 class StepGraphs:
     """``launch(shape, between)`` launches a step of that shape whose inputs and outputs lie at fixed addresses.
 
-    It calls ``between`` where something may be launched within the step.
+    It calls ``between`` where something may be launched within the step. ``rehearse(shape)`` launches each of its
+    kernels once.
     """
 
     def __init__(
@@ -18,10 +19,11 @@ class StepGraphs:
         stream: DeviceStream,
         shapes: Iterable[StepShape],
         launch: Callable[[StepShape, Callable[[], None]], None],
+        rehearse: Callable[[StepShape], None],
     ) -> None:
         self._replays: dict[StepShape, Launch] = {}
         for shape in shapes:
-            self._replays[shape] = stream.capture(partial(launch, shape))
+            self._replays[shape] = stream.capture(partial(launch, shape), partial(rehearse, shape))
 
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._replays

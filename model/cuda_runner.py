@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
 from itertools import islice
 
 import numpy as np
@@ -115,7 +116,7 @@ class CudaRunner:
         self._last_layers = {group.end - 1 for group in groups}
         shape = (len(inputs.sampled), transformer.spec.vocab_size)
         self._logits = torch.zeros(shape, dtype=transformer.embedding.dtype, device=stream.device)
-        self._graphs = StepGraphs(stream, shapes.graphed(), self._launch)
+        self._graphs = StepGraphs(stream, shapes.graphed(), self._launch, self._rehearse)
 
     def run(self, packed: PackedStep, constrained: ConstrainedStep | None = None) -> RunningStep:
         """Queue a step behind the one before, whose drawn ids it may take.
@@ -148,9 +149,19 @@ class CudaRunner:
     @torch.inference_mode()
     def _launch(self, shape: StepShape, on_group: Callable[[], None]) -> None:
         """All of a step in which the likeliest tokens are wanted, from fixed inputs to ``sampled``."""
-        logits = self._logits[: shape.num_sequences]
         on_layers = self._at_group_ends(on_group) if shape.has_long_prompts else None
-        self._head.into(self._transformer.forward(self._inputs.begin(shape), self._kv, on_layers), logits)
+        self._decide(self._transformer.forward(self._inputs.begin(shape), self._kv, on_layers))
+
+    @torch.inference_mode()
+    def _rehearse(self, shape: StepShape) -> None:
+        """With two layers: those behind the first launch what it does, but for the last."""
+        two_layers = with_fields(self._transformer, layers=self._transformer.layers[:2])
+        self._decide(two_layers.forward(self._inputs.begin(shape), self._kv))
+
+    def _decide(self, hidden: Tensor) -> None:
+        """The likeliest token of each row."""
+        logits = self._logits[: len(hidden)]
+        self._head.into(hidden, logits)
         self._inputs.sampled[: len(logits)].copy_(argmax(logits))
 
     def _at_group_ends(self, on_group: Callable[[], None]) -> Callable[[int], None]:

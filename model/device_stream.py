@@ -41,11 +41,12 @@ class DeviceStream(Protocol):
 
     def mark(self) -> Mark: ...
 
-    def capture(self, launch: Launch) -> Launch:
+    def capture(self, launch: Launch, rehearse: Callable[[], None]) -> Launch:
         """Record what ``launch`` launches; the result launches it again, with the same addresses, and calls what it is
         given at the same places.
 
-        Graphs of one stream share their memory: what one leaves there lasts until another one runs.
+        ``rehearse`` launches each of its kernels once before: what is set up at first use can't be recorded. Graphs
+        of one stream share their memory: what one leaves there lasts until another one runs.
         """
 
 
@@ -89,10 +90,10 @@ class CudaStream:
         event.record(self._stream)
         return CudaMark(event, self.device)
 
-    def capture(self, launch: Launch) -> Launch:
+    def capture(self, launch: Launch, rehearse: Callable[[], None]) -> Launch:
         """A graph for each piece between two places."""
         with self.launching():
-            launch(_nothing)  # once as it is: what is set up at first use can't be captured
+            rehearse()
         pieces: list[torch.cuda.CUDAGraph] = []
         with ExitStack() as capturing:
 
@@ -104,9 +105,6 @@ class CudaStream:
             begin_piece()
             launch(begin_piece)
         return partial(_replay, pieces)
-
-
-def _nothing() -> None: ...
 
 
 def _replay(pieces: list[torch.cuda.CUDAGraph], between: Callable[[], None]) -> None:
