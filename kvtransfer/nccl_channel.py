@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate, islice
 from threading import Event, Thread
 from typing import Protocol
 
@@ -112,8 +113,8 @@ class _Batch:
     work: Work
 
 
-_unsafe: list[_Batch] = []
-"""Whose abort has failed: their buffers are kept from all other use."""
+_unsafe: list[Carried] = []
+"""Of channels whose abort has failed: their buffers are kept from all other use."""
 
 
 class Channel:
@@ -180,9 +181,11 @@ class Channel:
     def _advance(self, communicator: Communicator) -> None:
         """Raises `CommunicatorFailed`."""
         if not communicator.is_busy and self._waiting:
-            items = _take_batch(self._waiting)
+            items = _first_batch(self._waiting)
             buffers = [item.buffer[: item.num_bytes] for item in items]
             self._batches.append(_Batch(items, communicator.start(buffers, items[-1].after)))
+            for _ in items:  # which are held here also if it fails
+                self._waiting.popleft()
         while self._batches and self._batches[0].work.is_done:
             for item in self._batches.popleft().items:
                 item.is_done = True
@@ -213,6 +216,7 @@ class Channel:
         except CommunicatorFailed as error:
             reason = str(error)
         finally:
+            self.end(reason)
             self.failure = reason
             self._wake()
             if communicator is not None:
@@ -224,7 +228,7 @@ class Channel:
         try:
             communicator.abort()
         except CommunicatorFailed as error:
-            _unsafe.extend(self._batches)
+            _unsafe.extend([*(item for batch in self._batches for item in batch.items), *self._waiting])
             _log.warning("%s: a communicator could not be aborted: %s", self._network.name, error)
 
     def _await_peer(self, communicator: Communicator) -> None:
@@ -236,9 +240,7 @@ class Channel:
             time.sleep(POLL_SECONDS)
 
 
-def _take_batch(waiting: deque[Carried]) -> list[Carried]:
+def _first_batch(waiting: Sequence[Carried]) -> list[Carried]:
     """The first of them, and those behind it that fit."""
-    items = [waiting.popleft()]
-    while waiting and sum(item.num_bytes for item in items) + waiting[0].num_bytes <= BATCH_BYTES:
-        items.append(waiting.popleft())
-    return items
+    sizes = accumulate(item.num_bytes for item in waiting)
+    return list(islice(waiting, max(1, sum(size <= BATCH_BYTES for size in sizes))))
