@@ -57,6 +57,7 @@ class BlockTables:
         blocks = self.pool.take(self.num_missing(sequence, num_tokens) + is_shared)
         if is_shared:
             tail = sequence.num_scheduled // self.block_size
+            sequence.blocks = list(sequence.blocks)  # chunks in flight keep the former list
             sequence.copy_from, sequence.blocks[tail] = sequence.blocks[tail], blocks.pop()
             self._being_copied[sequence.copy_from] += 1
         sequence.may_share_tail = False

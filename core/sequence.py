@@ -4,6 +4,7 @@ What is made for each sequence of each step is a struct, which takes a tenth of 
 """
 
 from array import array
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -94,8 +95,9 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     ``samples`` is true when the chunk reaches the last token, so that the step yields the next one.
     When the last token of the chunk was sampled by the step before and is not on the host yet,
     ``takes_pending`` is true and the executor takes it from that step on the device.
-    ``blocks`` covers positions ``0 .. start + num_tokens`` as they were when the step was planned. The block that
-    holds ``start`` becomes a copy of ``copy_from``, if there is one, before anything of the step is computed.
+    ``blocks`` are those of positions ``0 .. start + num_tokens``, and perhaps more: the very list that the sequence had
+    when the step was planned. It may have grown since, but a sequence gets another list before an entry changes. The
+    block that holds ``start`` becomes a copy of ``copy_from``, if there is one, before all that the step computes.
     """
 
     sequence: Sequence
@@ -103,7 +105,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     num_tokens: int
     samples: bool
     takes_pending: bool
-    blocks: tuple[int, ...]
+    blocks: Seq[int]
     copy_from: int | None = None
 
     @property
@@ -156,7 +158,7 @@ def take_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     sequence.num_in_flight += 1
     sequence.num_pending += samples
     copy_from, sequence.copy_from = sequence.copy_from, None
-    return Chunk(sequence, start, num_tokens, samples, end > num_known, tuple(sequence.blocks), copy_from)
+    return Chunk(sequence, start, num_tokens, samples, end > num_known, sequence.blocks, copy_from)
 
 
 def settle(chunk: Chunk, result: ChunkResult) -> FinishReason | None:

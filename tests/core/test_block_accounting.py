@@ -6,6 +6,7 @@ two owners is read wrong by somebody.
 """
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -50,12 +51,12 @@ class Memory:
         for block in blocks:
             assert self.slots[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] == [FOREIGN] * BLOCK_SIZE
 
-    def assert_holds(self, sequence: Sequence, blocks: list[int] | tuple[int, ...], num_tokens: int) -> None:
+    def assert_holds(self, sequence: Sequence, blocks: Seq[int], num_tokens: int) -> None:
         for position in range(num_tokens):
             assert self.slots[self._slot(blocks, position)] == content(sequence, position)
 
     @staticmethod
-    def _slot(blocks: list[int] | tuple[int, ...], position: int) -> int:
+    def _slot(blocks: Seq[int], position: int) -> int:
         return blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
 

@@ -259,7 +259,7 @@ def test_when_prompts_hold_all_blocks_one_victim_lets_the_others_go_on() -> None
     with pytest.raises(OutOfBlocks):
         worker.launch(sequences[0])
     worker.tables.reset(sequences[-1])
-    assert worker.launch(sequences[0]).blocks == (0, 7)
+    assert worker.launch(sequences[0]).blocks == [0, 7]
     assert worker.num_cached([7] * 4) == 0
     worker.prefixes.check()
 

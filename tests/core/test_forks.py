@@ -63,13 +63,15 @@ def test_choices_share_the_prompt_and_all_but_the_last_copy_its_partial_block_wh
         ("a3", [0, 1, 2], [503]),
     ]
     assert books(tables).leased == 3
+    held_before = choices[0].blocks
     chunks = [launch(tables, choice) for choice in choices]
     assert [(chunk.copy_from, chunk.blocks) for chunk in chunks] == [
-        (2, (0, 1, 3)),
-        (2, (0, 1, 4)),
-        (2, (0, 1, 5)),
-        (None, (0, 1, 2)),
+        (2, [0, 1, 3]),
+        (2, [0, 1, 4]),
+        (2, [0, 1, 5]),
+        (None, [0, 1, 2]),
     ]
+    assert held_before == [0, 1, 2]
     finish(tables, *chunks)
     assert books(tables).leased == 6
     assert [launch(tables, choice).copy_from for choice in choices] == [None] * 4
@@ -79,7 +81,7 @@ def test_choices_of_a_prompt_of_full_blocks_need_no_copy() -> None:
     tables = tables_of(8)
     chunks = [launch(tables, choice) for choice in split(tables, computed(tables, 32), 501, 502, 503)]
     assert [chunk.copy_from for chunk in chunks] == [None] * 4
-    assert [chunk.blocks for chunk in chunks] == [(0, 1, 2), (0, 1, 3), (0, 1, 4), (0, 1, 5)]
+    assert [chunk.blocks for chunk in chunks] == [[0, 1, 2], [0, 1, 3], [0, 1, 4], [0, 1, 5]]
 
 
 def test_choices_that_go_no_further_leave_the_others_alone() -> None:

@@ -221,7 +221,7 @@ def test_blocks_that_either_side_holds_already_are_not_computed_or_not_shipped()
     bench.compute()
     bench.task(request("a", 40))
     (chunk,) = bench.plan()
-    assert (chunk.start, chunk.blocks) == (32, (0, 1, 3))
+    assert (chunk.start, chunk.blocks) == (32, [0, 1, 3])
     bench.answer(reservation([4, 5], first_missing=1))
     assert bench.outbox.pushed == [(0, [1], [4]), (1, [1], [4])]  # held here, missing there
     bench.finish([chunk])
