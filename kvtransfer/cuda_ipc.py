@@ -97,19 +97,19 @@ class CudaIpcTransport:
             raise TransferFailed("the peer's memory is not mapped")
         if not 0 <= min(copy.destinations) <= max(copy.destinations) < target.num_blocks:
             raise TransferFailed("a destination lies outside the peer's pool")
-        with self._pool.stream.launching():
-            self._copy(target.base + target.offset, copy)
+        self._copy(target.base + target.offset, copy)
         return CopyingBlocks(self._pool.stream.mark())
 
     def _copy(self, there: int, copy: BlockCopy) -> None:
         pool, here = self._pool, self._pool.tensor.data_ptr()
         span = layer_span(pool.tensor, range(copy.layers.first, copy.layers.end))
-        if self.shape is not None:
+        if self.shape is None:
+            places = _places(here, copy.sources, span), _places(there, copy.destinations, span)
+            copy_pieces(*places, span.size, pool.stream.handle)
+            return
+        with pool.stream.launching():
             sources, destinations = pool.block_lists(copy.sources, copy.destinations)
             copy_blocks(here, there, sources, destinations, span, self.shape)
-            return
-        places = _places(here, copy.sources, span), _places(there, copy.destinations, span)
-        copy_pieces(*places, span.size, pool.stream.device)
 
     def detail(self, peer: Peer) -> str:
         return ""
@@ -127,9 +127,9 @@ class CudaIpcTransport:
             self.forget(peer)
 
 
-def _places(pool_start: int, blocks: Sequence[int], span: BlockSpan) -> NDArray[np.uint64]:
+def _places(pool_start: int, blocks: Sequence[int], span: BlockSpan) -> NDArray[np.int64]:
     """The address of the span of each block."""
-    return np.array(blocks, np.uint64) * np.uint64(span.stride) + np.uint64(pool_start + span.offset)
+    return np.array(blocks, np.int64) * span.stride + (pool_start + span.offset)
 
 
 def _decode(address: str) -> IpcAddress:

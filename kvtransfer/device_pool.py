@@ -34,6 +34,10 @@ class CopyStream(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def handle(self) -> int:
+        """What CUDA's driver knows it by."""
+
     def launching(self) -> AbstractContextManager[object]:
         """What is launched inside goes to this stream."""
 

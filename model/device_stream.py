@@ -33,6 +33,10 @@ class DeviceStream(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def handle(self) -> int:
+        """What CUDA's driver knows it by."""
+
     def launching(self) -> AbstractContextManager[object]:
         """What is launched inside goes to this stream."""
 
@@ -78,6 +82,10 @@ class CudaStream:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._graph_memory = torch.cuda.graph_pool_handle()
+
+    @property
+    def handle(self) -> int:
+        return int(self._stream.cuda_stream)
 
     def launching(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)

@@ -65,9 +65,7 @@ def has_batch_copies() -> bool:
     return True
 
 
-def copy_pieces(
-    sources: NDArray[np.uint64], destinations: NDArray[np.uint64], num_bytes: int, device: torch.device
-) -> None:
+def copy_pieces(sources: NDArray[np.int64], destinations: NDArray[np.int64], num_bytes: int, stream: int) -> None:
     for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
         ctypes.memmove(destination, source, num_bytes)
 

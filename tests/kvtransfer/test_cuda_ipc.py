@@ -14,7 +14,7 @@ import torch
 
 from crossdock.core.messages import Commit, LeaseId, Push, TransportCard
 from crossdock.core.part import Delivery
-from crossdock.kvtransfer.cuda_memory import CudaError
+from crossdock.kvtransfer.cuda_memory import CudaError, batches
 from crossdock.kvtransfer.lease import Lease
 from crossdock.kvtransfer.receiver import Change, Receiver, ReceiverState
 from crossdock.kvtransfer.transport import NotReachable
@@ -241,3 +241,10 @@ def test_memory_that_the_driver_will_not_unmap_is_told_and_ends_nobody(
 
 def test_the_layer_groups_of_the_pool_are_whole(receiver: Side) -> None:
     assert sum(receiver.pool.group_bytes) == LAYOUT.block_bytes
+
+
+def test_pieces_go_in_growing_batches_each_copied_while_the_next_is_told() -> None:
+    assert list(batches(512)) == [range(48), range(48, 124), range(124, 246), range(246, 442), range(442, 512)]
+    assert list(batches(48)) == [range(48)]
+    assert list(batches(49)) == [range(48), range(48, 49)]
+    assert list(batches(0)) == []

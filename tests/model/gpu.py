@@ -34,6 +34,7 @@ class ImmediateStream:
     """`DeviceStream` of a CPU: all that is launched has run when the launch returns, and a graph launches anew."""
 
     device = torch.device("cpu")
+    handle = 0
 
     def launching(self) -> AbstractContextManager[object]:
         return nullcontext()
