@@ -21,8 +21,10 @@ LIST_ALIGNMENT = 4
 """Entries: kernels are compiled for addresses that are multiples of 16 bytes."""
 MAX_LISTS = 256
 """Uploads that are kept, so that the layer groups of a transfer share theirs: more than transfers go side by side."""
-STAGING_BYTES = 128 << 20
+STAGING_BYTES = 256 << 20
 """Of a piece that is staged in a GPU's memory: starting to send one costs little beside its time on the link."""
+STAGING_SHARE = 512
+"""Of smaller GPUs a buffer takes one part of so many."""
 
 MIN_PUSH_BYTES = 16 << 20
 """To another GPU they take 0.06 ms, less than the host needs to launch the copy and to tell of it."""
@@ -62,9 +64,10 @@ class DevicePool(PoolMemory):
         layout: KvLayout,
         num_groups: int,
         stream: CopyStream,
-        staging_bytes: int = STAGING_BYTES,
+        staging_bytes: int | None = None,
         num_staging: int = NUM_STAGING,
     ) -> None:
+        staging_bytes = staging_bytes or _default_staging_bytes(stream.device)
         super().__init__(len(tensor), layout, num_groups, staging_bytes, num_staging)
         shape = (self.num_blocks, layout.num_layers, layout.layer_bytes)
         self.tensor = tensor.view(-1).view(torch.uint8).view(shape)
@@ -149,3 +152,9 @@ class DevicePool(PoolMemory):
             staging.numpy()[start : start + len(array)] = array
         uploaded = staging.to(self.stream.device, non_blocking=True)
         return [uploaded[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
+
+
+def _default_staging_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return STAGING_BYTES
+    return min(STAGING_BYTES, torch.cuda.get_device_properties(device).total_memory // STAGING_SHARE)

@@ -13,8 +13,8 @@ from .transport import BlockCopy, NotReachable
 
 WAIT_SECONDS = 0.5
 
-RAMP_BYTES = 64 << 20
-"""Of the smallest piece that is made of a larger push: over NVLink it takes as long as launching the next one."""
+RAMP_BYTES = 128 << 20
+"""Of the smallest piece that is made of a larger push: over NVLink it takes as long as the launch of the next one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ from .ucx_port import Endpoint, Pending, Port, UcxFailed
 _log = logging.getLogger("crossdock.ucx")
 
 TAG_BITS = 64 - KIND_BITS
+IDLE_SECONDS = 0.0002
+"""So long, less than it takes to launch the next one, the first piece on an idle link is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,10 @@ class UcxTransport:
         self._pool.pack(copy.sources, copy.layers, sent.buffer)
         packing.packed = sent.packed = self._pool.mark()
         self._sent.append(sent)
+        if not on_their_way:
+            end = time.monotonic() + IDLE_SECONDS
+            while not sent.packed.is_passed and time.monotonic() < end:
+                pass
 
     def _announce(self, sent: _Sent, message: Push | ProbeSent) -> None:
         assert sent.bytes_tag is not None, "the bytes come later"
