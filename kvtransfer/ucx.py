@@ -118,7 +118,7 @@ class UcxTransport:
         max_blocks = self._pool.staging_blocks(copy.layers, self._addresses[to].staging_bytes)
         packing = PackingPieces(to, header, copy, max_blocks, self._pool.span_bytes(copy.layers), self._progress)
         self._packing.append(packing)
-        self._pump()
+        self._progress()
         return packing
 
     def _is_open(self, to: Peer) -> bool:

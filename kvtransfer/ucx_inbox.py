@@ -30,7 +30,7 @@ DATA_TAG = 2
 KIND_BITS = 16
 """The low bits of a tag say what it is; the others of a data tag are its piece's own."""
 AWAKE_SECONDS = 0.002
-"""After a move of UCX the next one is looked for; the largest piece takes a sixth of this over NVLink."""
+"""After a move of UCX the next one is looked for; the largest piece takes a third of this over NVLink."""
 HEADER_MASK = (1 << KIND_BITS) - 1
 
 
