@@ -81,6 +81,7 @@ def sections(folder: Path, device: str) -> list[Section]:
             Section(f"staging-{n}", 60, bench(f"staging-{n}", *sweep, f"--transports={n}", f"--staged-variants={s}"))
             for n, s in ((n, ",".join(STAGED[n])) for n in others)
         ),
+        Section("scattered", 30, bench("scattered", *sweep, f"--transports={first}", "--run-blocks=1")),
         Section("tcp", 40, bench("tcp", *sweep, "--transports=tcp")),
     ]
 

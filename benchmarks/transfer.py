@@ -93,6 +93,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="Most tokens on their way at once; longer works are left out.")
     parser.add_argument("--copy-variants", default="", help="Of cuda_ipc's kernel, as in 24x16x64x1,16x16x64x2.")
     parser.add_argument("--staged-variants", default="", help="Of ucx and nccl, as in 256x4x128x32x48,128.")
+    parser.add_argument("--run-blocks", type=int, help="How many blocks of a prompt lie side by side.")
     parser.add_argument("--steps", type=int, help="Of a window in which ITL is measured; 0: it is not.")
     parser.add_argument("--results", type=Path, help="Folder for a JSON file.")
     parser.add_argument("--name", default="transfer", help="What the file's name begins with.")
@@ -107,7 +108,9 @@ def works_of(asked: argparse.Namespace, max_tokens: int) -> list[Work]:
 
 def settings_of(asked: argparse.Namespace, shape: str, transport: str, num_blocks: int) -> list[Setting]:
     """One, or of a transport that stages one for each variant."""
-    setting = Setting(asked.device, layout_of(shape), num_blocks, transport)
+    setting = Setting(asked.device, layout_of(shape), num_blocks + num_blocks // 4 + 8, transport)
+    if asked.run_blocks:
+        setting = replace(setting, run_blocks=asked.run_blocks)
     if not asked.staged_variants or transport not in ("ucx", "nccl"):
         return [setting]
     return [replace(setting, staged=StagedVariant(name)) for name in asked.staged_variants.split(",")]

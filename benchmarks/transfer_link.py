@@ -35,6 +35,8 @@ from crossdock.kvtransfer.shm import allocate_shared
 
 NUM_GROUPS = 4
 LEASE_SECONDS = 10.0
+RUN_BLOCKS = 7
+"""What two pools give a prompt that have been full for long, while prompts of 4 to 600 blocks came and went."""
 NUM_ROUNDS = 5
 MAX_PROBE_SECONDS = 60.0
 MAX_PUSH_SECONDS = 30.0
@@ -61,13 +63,17 @@ class StagedVariant:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What both sides are made of; the decode side takes the last GPU."""
+    """What both sides are made of; the decode side takes the last GPU.
+
+    A prompt's blocks lie in runs of ``run_blocks`` on either side.
+    """
 
     device: str
     layout: KvLayout
     num_blocks: int
     transport: str
     staged: StagedVariant | None = None
+    run_blocks: int = RUN_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +254,7 @@ class Pair:
         """Raises `LinkFailed` if that which has landed is not what was sent."""
         side = self.side
         num_blocks, a_prompt = work.num_blocks, work.num_blocks // work.num_at_once
-        sources = random.sample(range(side.setting.num_blocks), num_blocks)
-        destinations = random.sample(range(side.setting.num_blocks), num_blocks)
+        sources, destinations = (_some_blocks(side.setting, num_blocks) for _ in range(2))
         self.child.send(num_blocks * NUM_GROUPS)
         time.sleep(0.01)  # the child has read it
         begun = time.monotonic()
@@ -281,6 +286,13 @@ class Pair:
     def _let_copies_end(self, deadline: float) -> None:
         while self.side.links.is_copying and time.monotonic() < deadline:
             self.side.turn(0.001, _nothing_comes)
+
+
+def _some_blocks(setting: Setting, num_blocks: int) -> list[int]:
+    """Random ones, in runs as long as the setting says."""
+    starts = range(0, setting.num_blocks - setting.run_blocks + 1, setting.run_blocks)
+    chosen = random.sample(starts, -(-num_blocks // setting.run_blocks))
+    return [block for start in chosen for block in range(start, start + setting.run_blocks)][:num_blocks]
 
 
 def _nothing_comes(delivery: Delivery) -> None:
@@ -323,6 +335,8 @@ def linked(setting: Setting) -> Iterator[Pair]:
 def measure_link(setting: Setting, works: Sequence[Work], variants: Sequence[CopyVariant] = ()) -> Iterator[LinkRow]:
     """A row a work, for each of the variants if there are any. Raises `LinkFailed`."""
     label = setting.staged.name if setting.staged is not None else ""
+    if setting.run_blocks != RUN_BLOCKS:
+        label = f"runs of {setting.run_blocks}"
     with linked(setting) as pair:
         for variant in variants or (None,):
             if variant is not None:

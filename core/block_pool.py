@@ -38,7 +38,7 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Blocks with one reference each: free ones first, then the least recently used cached ones.
+        """Blocks with one reference each: free ones first, then the least recently used cached ones; in rising order.
 
         Raises `OutOfBlocks`, having taken nothing.
         """
@@ -49,6 +49,7 @@ class BlockPool:
         del self._free[num_kept:]
         if len(blocks) < num_blocks:
             blocks += self._evict(num_blocks - len(blocks))
+        blocks.sort()  # neighbours here and at a peer are copied as one
         for block in blocks:
             self._num_references[block] = 1
         self._num_leased += num_blocks
