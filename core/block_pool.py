@@ -49,7 +49,7 @@ class BlockPool:
         del self._free[num_kept:]
         if len(blocks) < num_blocks:
             blocks += self._evict(num_blocks - len(blocks))
-        blocks.sort()  # neighbours here and at a peer are copied as one
+        blocks.sort()  # neighbours are copied as one, or told to the driver in less time
         for block in blocks:
             self._num_references[block] = 1
         self._num_leased += num_blocks

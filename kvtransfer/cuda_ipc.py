@@ -4,10 +4,12 @@ Nothing is staged, and nothing runs on the other GPU. The copy engines do it, or
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ..core.messages import Peer, ProbeSent, Push, TransportCard
 from ..core.part import TransferFailed
@@ -15,8 +17,7 @@ from ..kernels.kv_copy import LINK, BlockSpan, CopyShape, copy_blocks, layer_spa
 from .cuda_memory import (
     HANDLE_BYTES,
     CudaError,
-    RowCopies,
-    copy_rows,
+    copy_pieces,
     export_memory,
     has_batch_copies,
     map_memory,
@@ -103,7 +104,8 @@ class CudaIpcTransport:
         pool, here = self._pool, self._pool.tensor.data_ptr()
         span = layer_span(pool.tensor, range(copy.layers.first, copy.layers.end))
         if self.shape is None:
-            copy_rows(_rows(here, there, copy, span), pool.stream.handle)
+            places = _places(here, copy.sources, span), _places(there, copy.destinations, span)
+            copy_pieces(*places, span.size, pool.stream.handle)
             return
         with pool.stream.launching():
             sources, destinations = pool.block_lists(copy.sources, copy.destinations)
@@ -125,14 +127,9 @@ class CudaIpcTransport:
             self.forget(peer)
 
 
-def _rows(here: int, there: int, copy: BlockCopy, span: BlockSpan) -> RowCopies:
-    """A row for the span of each block; blocks that are adjacent on both sides go together."""
-    blocks = np.array([copy.sources, copy.destinations], np.int64)
-    is_first = np.ones(blocks.shape[1], bool)
-    is_first[1:] = (np.diff(blocks) != 1).any(0)
-    heights = np.diff(np.flatnonzero(np.append(is_first, True)))
-    sources, destinations = blocks[:, is_first] * span.stride + span.offset + np.array([[here], [there]])
-    return RowCopies(sources, destinations, heights, span.size, span.stride)
+def _places(pool_start: int, blocks: Sequence[int], span: BlockSpan) -> NDArray[np.int64]:
+    """The address of the span of each block."""
+    return np.array(blocks, np.int64) * span.stride + (pool_start + span.offset)
 
 
 def _decode(address: str) -> IpcAddress:

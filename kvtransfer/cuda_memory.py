@@ -1,12 +1,12 @@
 """Memory of one GPU process in another of the same host, by CUDA's driver library, whose ABI is stable.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html: ``cuMemGetAddressRange``, ``cuIpcGetMemHandle``,
-``cuIpcOpenMemHandle``, ``cuIpcCloseMemHandle``, ``cuMemcpy3DBatchAsync``. Opened with the sending device current, a
+``cuIpcOpenMemHandle``, ``cuIpcCloseMemHandle``, ``cuMemcpyBatchAsync``. Opened with the sending device current, a
 mapping is good for the kernels and copies of that device, over NVLink or PCIe.
 """
 
 from collections.abc import Iterator
-from ctypes import CDLL, Structure, byref, c_char_p, c_size_t, c_ubyte, c_uint, c_uint64, c_ulonglong, c_void_p
+from ctypes import CDLL, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,11 +17,10 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
-OPERAND_IS_POINTER = 1
 SOURCE_IN_STREAM_ORDER = 1
-FIRST_COPIES, GROWTH = 48, 1.6
-"""A batch begins when the driver has all of it, which takes almost 1 us a copy, and 512 KiB are copied in 1.3 us: each
-batch may have so many times the copies of the one before, which is copied meanwhile."""
+FIRST_PIECES, GROWTH = 48, 1.6
+"""A batch begins when the driver has all of it, which takes almost 1 us a piece, and 512 KiB are copied in 1.3 us: each
+batch may have so many times the pieces of the one before, which is copied meanwhile."""
 
 
 class CudaError(Exception):
@@ -66,56 +65,35 @@ def unmap_memory(address: int, device: torch.device) -> None:
         _check(_driver().cuIpcCloseMemHandle(c_uint64(address)))
 
 
-_COPY = np.dtype(
-    [
-        *(("source_type", "<i8"), ("source", "<i8"), ("source_pitch", "<i8"), ("source_rest", "<i8", 2)),
-        *(("target_type", "<i8"), ("target", "<i8"), ("target_pitch", "<i8"), ("target_rest", "<i8", 2)),
-        *(("width", "<i8"), ("height", "<i8"), ("depth", "<i8"), ("source_order", "<i4"), ("flags", "<u4")),
-    ]
-)
-"""``CUDA_MEMCPY3D_BATCH_OP`` with two addresses; what it says of a third dimension and of managed memory is left 0."""
+class _CopyAttributes(Structure):
+    """``CUmemcpyAttributes``; the locations are hints about memory that has none of its own."""
 
-
-@dataclass(frozen=True, slots=True)
-class RowCopies:
-    """``heights[i]`` rows of ``width`` bytes, ``pitch`` apart on both sides, from one address to another, for each i.
-
-    ``sources, destinations, heights [n]``.
-    """
-
-    sources: NDArray[np.int64]
-    destinations: NDArray[np.int64]
-    heights: NDArray[np.int64]
-    width: int
-    pitch: int
+    _fields_ = (("source_order", c_int), ("locations", c_int * 4), ("flags", c_uint))
 
 
 def has_batch_copies() -> bool:
-    """Whether the driver has `copy_rows`: that of CUDA 13, and later ones."""
-    return hasattr(_driver(), "cuMemcpy3DBatchAsync_v2")
+    """Whether the driver has `copy_pieces`: that of CUDA 13, and later ones."""
+    return hasattr(_driver(), "cuMemcpyBatchAsync_v2")
 
 
-def copy_rows(rows: RowCopies, stream: int) -> None:
-    """Have the copy engines do it in the stream of this handle, which must not be a default one.
+def copy_pieces(sources: NDArray[np.int64], destinations: NDArray[np.int64], num_bytes: int, stream: int) -> None:
+    """Have the copy engines bring ``num_bytes`` from each address to its counterpart, in the stream of this handle.
 
-    The processors go on computing meanwhile. Raises `CudaError`.
+    That must not be a default stream. The processors go on computing meanwhile. Raises `CudaError`.
     """
-    copies = np.zeros(len(rows.sources), _COPY)
-    copies["source_type"] = copies["target_type"] = OPERAND_IS_POINTER
-    copies["source"], copies["target"], copies["height"] = rows.sources, rows.destinations, rows.heights
-    copies["source_pitch"] = copies["target_pitch"] = rows.pitch
-    copies["width"], copies["depth"], copies["source_order"] = rows.width, 1, SOURCE_IN_STREAM_ORDER
-    for batch in batches(len(copies)):
-        start = copies.ctypes.data + batch.start * copies.itemsize
-        ordered = c_size_t(len(batch)), c_void_p(start), c_ulonglong(0)
-        _check(_driver().cuMemcpy3DBatchAsync_v2(*ordered, c_void_p(stream)))
+    sizes = np.full(len(sources), num_bytes, np.int64)
+    lists = [array.ctypes.data for array in (destinations, sources, sizes)]
+    of_all = byref(_CopyAttributes(source_order=SOURCE_IN_STREAM_ORDER)), byref(c_size_t(0)), c_size_t(1)
+    for batch in batches(len(sources)):
+        parts = [c_void_p(start + batch.start * sizes.itemsize) for start in lists]
+        _check(_driver().cuMemcpyBatchAsync_v2(*parts, c_size_t(len(batch)), *of_all, c_void_p(stream)))
 
 
-def batches(num_copies: int) -> Iterator[range]:
-    """The copies in growing batches."""
-    start, size = 0, float(FIRST_COPIES)
-    while start < num_copies:
-        yield range(start, min(start + int(size), num_copies))
+def batches(num_pieces: int) -> Iterator[range]:
+    """The pieces in growing batches."""
+    start, size = 0, float(FIRST_PIECES)
+    while start < num_pieces:
+        yield range(start, min(start + int(size), num_pieces))
         start, size = start + int(size), GROWTH * size
 
 

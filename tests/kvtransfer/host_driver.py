@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.kvtransfer import cuda_ipc
-from crossdock.kvtransfer.cuda_memory import HANDLE_BYTES, CudaError, Exported, RowCopies
+from crossdock.kvtransfer.cuda_memory import HANDLE_BYTES, CudaError, Exported
 
 _PLACE = struct.Struct(f"<iiq{HANDLE_BYTES - 16}x")
 
@@ -64,16 +65,14 @@ def has_batch_copies() -> bool:
     return True
 
 
-def copy_rows(rows: RowCopies, stream: int) -> None:
-    listed = (rows.sources, rows.destinations, rows.heights)
-    for source, destination, height in zip(*(array.tolist() for array in listed), strict=True):
-        for start in range(0, height * rows.pitch, rows.pitch):
-            ctypes.memmove(destination + start, source + start, rows.width)
+def copy_pieces(sources: NDArray[np.int64], destinations: NDArray[np.int64], num_bytes: int, stream: int) -> None:
+    for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+        ctypes.memmove(destination, source, num_bytes)
 
 
 def stand_in() -> pytest.MonkeyPatch:
     """`cuda_ipc` uses these functions until the patch is undone."""
     patch = pytest.MonkeyPatch()
-    for function in (export_memory, map_memory, unmap_memory, has_batch_copies, copy_rows):
+    for function in (export_memory, map_memory, unmap_memory, has_batch_copies, copy_pieces):
         patch.setattr(cuda_ipc, function.__name__, function)
     return patch
