@@ -96,7 +96,7 @@ def family(name: str) -> Check:
 
 def mixed_requests() -> Check:
     """Shared prefixes, aborts, preemption, greedy and drawn tokens: many at once, then each of them alone."""
-    engine = engine_of(plan_of("Qwen3ForCausalLM", EngineConfig(num_blocks=120, max_num_seqs=32)), gpu_executor)
+    engine = engine_of(plan_of("Qwen3ForCausalLM", EngineConfig(num_blocks=60, max_num_seqs=32)), gpu_executor)
     drawn = random.Random(3)
     prefixes = [drawn.choices(range(VOCAB), k=64) for _ in range(8)]
     prompts = [_prompt(drawn, prefixes) for _ in range(NUM_MIXED)]
@@ -113,6 +113,9 @@ def mixed_requests() -> Check:
     note = (
         f"{NUM_MIXED} requests, {engine.num_preemptions} preemptions, {NUM_MIXED - len(kept)} aborted; "
         f"{len(parted)} parted, {len(ties)} of them at a near tie"
+        + "".join(
+            f"; {i} at token {num}, temperature {params[i].temperature}" for i, num in parted.items() if i not in ties
+        )
     )
     engine.close()
     whole = [i for i in kept if i not in ties]
