@@ -77,6 +77,7 @@ class Check:
 
 
 def all_checks() -> Iterator[Check]:
+    torch.set_float32_matmul_precision("highest")  # whatever the machine's environment says
     for name in FAMILIES:
         yield family(name)
     yield mixed_requests()
@@ -110,17 +111,16 @@ def mixed_requests() -> Check:
         for i, num in parted.items()
         if is_near_tie(engine, prompts[i], params[i], answers[i].token_ids[: num + 1], alone[i].token_ids[num])
     }
-    note = (
-        f"{NUM_MIXED} requests, {engine.num_preemptions} preemptions, {NUM_MIXED - len(kept)} aborted; "
-        f"{len(parted)} parted, {len(ties)} of them at a near tie"
-        + "".join(
-            f"; {i} at token {num}, temperature {params[i].temperature}" for i, num in parted.items() if i not in ties
-        )
-    )
+    told = [
+        f"{NUM_MIXED} requests, {engine.num_preemptions} preemptions, {NUM_MIXED - len(kept)} aborted",
+        f"{len(parted)} parted, {len(ties)} of them at a near tie",
+        *(f"{i} at token {num}, temperature {params[i].temperature}" for i, num in parted.items() if i not in ties),
+        f"float32 products: {torch.get_float32_matmul_precision()}",
+    ]
     engine.close()
     whole = [i for i in kept if i not in ties]
     found = compared("at once and alone", [answers[i] for i in whole], [alone[i] for i in whole])
-    return replace(found, note=note)
+    return replace(found, note="; ".join(told))
 
 
 def _num_common(one: Answer, other: Answer) -> int | None:
