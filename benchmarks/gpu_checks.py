@@ -57,7 +57,8 @@ TIE = 2e-5
 """Between logits of about 1: many times what float32 makes of them, and so little that hardly a token in 10,000 is one.
 """
 NUM_TRIED = 256
-MAX_LOGPROBS = 20
+NUM_LIKELIEST = 40
+"""So many logits are looked at, twice as many as top-k keeps: the last that it keeps may tie with the next."""
 
 Build = Callable[[EnginePlan, int], BuiltEngine]
 
@@ -134,7 +135,7 @@ def is_near_tie(
 ) -> bool:
     """Whether logits that differ by `TIE` at most lead to the last of ``token_ids``, or else to ``other``."""
     *before, last = token_ids
-    asked = msgspec.structs.replace(params, temperature=0, max_tokens=1, logprobs=MAX_LOGPROBS)
+    asked = msgspec.structs.replace(params, temperature=0, max_tokens=1, logprobs=NUM_LIKELIEST)
     [answer] = engine.generate([prompt + before], asked)
     [likeliest] = answer.logprobs
     assert likeliest is not None, "they were asked for"
