@@ -56,7 +56,7 @@ def text() -> TextModel:
 def prompts(text: TextModel, is_full: bool) -> list[list[int]]:
     """Passages of the license: real text, whose choices are rarely near ties."""
     ids, random = text.encode(LICENSE.read_text()).ids, Random(1)
-    lengths = [1, LONGEST, *(random.randint(1, LONGEST) for _ in range(62))][: 64 if is_full else 6]
+    lengths = [1, LONGEST, *(random.randint(1, LONGEST) for _ in range(62))][: 64 if is_full else 3]
     starts = [random.randrange(len(ids) - length) for length in lengths]
     return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 

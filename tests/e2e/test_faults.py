@@ -116,7 +116,7 @@ def grown_since(before: dict[str, int], after: dict[str, int]) -> dict[str, int]
     return {name: grown for name, grown in growth.items() if grown > ALLOWED_GROWTH_BYTES}
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.full)])
 def test_clients_that_leave_at_any_stage_leave_nothing_behind(
     transport: str, small_model: Path, serve: Serve, questions: Sequence[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,7 @@ def test_a_compilation_that_takes_long_holds_nobody_up(cramped: Server) -> None:
 
 # --- the demo model ----------------------------------------------------------------------------------
 
-NUM_SCHEMAS, NUM_SCHEMAS_IN_FULL = 12, 500
+NUM_SCHEMAS, NUM_SCHEMAS_IN_FULL = 6, 500
 MAX_TOKENS = 300
 FORMATS = FormatChecker(formats=("date", "ipv4", "uuid"))
 CROWDED = ("--num-blocks", "22", "--max-model-len", "340")
