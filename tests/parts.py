@@ -1,5 +1,7 @@
 """What tests of the parts need: tables, requests, and an outbox that remembers."""
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -127,3 +129,13 @@ class Record:
     def take_sent(self) -> list[tuple[Peer, Message]]:
         sent, self.sent = self.sent, []
         return sent
+
+
+def turn_until(is_done: Callable[[], object], *turns: Callable[[], object]) -> None:
+    """Sides of one process, in turn."""
+    end = time.monotonic() + 20.0
+    while not is_done():
+        assert time.monotonic() < end, "not within 20 s"
+        for turn in turns:
+            turn()
+        time.sleep(0)

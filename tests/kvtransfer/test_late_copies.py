@@ -17,6 +17,7 @@ from crossdock.kvtransfer.pieces import RAMP_BYTES, PackingPieces, next_bytes
 from crossdock.kvtransfer.transport import BlockCopy, LinkDown, NotReachable
 from crossdock.kvtransfer.ucx import UcxTransport
 
+from ..parts import turn_until
 from .late_pool import LatePool
 from .stub_network import stub_network, stub_path
 
@@ -62,12 +63,7 @@ class Pair:
         return self.prefill.transport.push(self.decode.me, header(blocks), copy)
 
     def run_until(self, is_done: Callable[[], object]) -> None:
-        end = time.monotonic() + 20.0
-        while not is_done():
-            assert time.monotonic() < end, "not within 20 s"
-            self.prefill.turn()
-            self.decode.turn()
-            time.sleep(0)
+        turn_until(is_done, self.prefill.turn, self.decode.turn)
 
     def run_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds

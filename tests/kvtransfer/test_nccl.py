@@ -28,7 +28,7 @@ from crossdock.kvtransfer.nccl_inbox import MAX_AHEAD, MAX_CHANNELS, invitation_
 from crossdock.kvtransfer.pool_bytes import NUM_STAGING, PoolBytes
 from crossdock.kvtransfer.transport import BlockCopy, LinkDown, NotReachable
 
-from ..parts import Clock
+from ..parts import Clock, turn_until
 from .stub_network import stub_network, stub_path
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, head_dim=16, block_size=64, dtype="float32")
@@ -97,12 +97,7 @@ class Pair:
         self.prefill.open(self.decode)
 
     def run_until(self, is_done: Callable[[], object]) -> None:
-        end = time.monotonic() + 20.0
-        while not is_done():
-            assert time.monotonic() < end, "not within 20 s"
-            self.prefill.turn()
-            self.decode.turn()
-            time.sleep(0)
+        turn_until(is_done, self.prefill.turn, self.decode.turn)
 
     def run_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
