@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import torch
+from torch import Tensor
 
 from crossdock.benchmarks.offline_engine import Answer, OfflineEngine
 from crossdock.core.block_hash import BlockHasher, model_root
@@ -18,7 +19,7 @@ from crossdock.core.block_pool import BlockPool
 from crossdock.core.block_tables import BlockTables
 from crossdock.core.config import CHUNK_TOKENS, EngineConfig
 from crossdock.core.prefix_cache import PrefixCache
-from crossdock.core.request import SamplingParams
+from crossdock.core.request import MAX_LOGPROBS, SamplingParams
 from crossdock.kernels import reference
 from crossdock.kernels.reference import SamplingTensors
 from crossdock.model.cpu_executor import CpuExecutor
@@ -57,8 +58,8 @@ TIE = 2e-5
 """Between logits of about 1: many times what float32 makes of them, and so little that hardly a token in 10,000 is one.
 """
 NUM_TRIED = 256
-NUM_LIKELIEST = 40
-"""So many logits are looked at, twice as many as top-k keeps: the last that it keeps may tie with the next."""
+TOP_K = MAX_LOGPROBS // 2
+"""Fewer than the logits that an engine tells of: the last that is kept may tie with the next."""
 
 Build = Callable[[EnginePlan, int], BuiltEngine]
 
@@ -135,23 +136,32 @@ def is_near_tie(
 ) -> bool:
     """Whether logits that differ by `TIE` at most lead to the last of ``token_ids``, or else to ``other``."""
     *before, last = token_ids
-    asked = msgspec.structs.replace(params, temperature=0, max_tokens=1, logprobs=NUM_LIKELIEST)
+    asked = msgspec.structs.replace(params, temperature=0, max_tokens=1, logprobs=MAX_LOGPROBS)
     [answer] = engine.generate([prompt + before], asked)
     [likeliest] = answer.logprobs
     assert likeliest is not None, "they were asked for"
-    logits = torch.full((NUM_TRIED, VOCAB), -torch.inf)
-    logits[:, likeliest.top_ids] = torch.tensor(likeliest.top_logprobs)
-    logits += (2 * torch.rand(logits.shape, generator=torch.Generator().manual_seed(0)) - 1) * TIE
+    logits = torch.full((VOCAB,), -torch.inf)
+    logits[likeliest.top_ids] = torch.tensor(likeliest.top_logprobs)
+    return {last, other} <= drawn_nearby(logits, params, len(before))
+
+
+def drawn_nearby(logits: Tensor, params: SamplingParams, output_index: int) -> set[int]:
+    """All tokens that are drawn from ``logits [vocab]`` when each of them changes by `TIE` at most.
+
+    Half of the change is rounding, which makes logits equal that nearly are: top-k keeps all that equal the last.
+    """
+    noise = torch.rand(NUM_TRIED, len(logits), generator=torch.Generator().manual_seed(0)) - 0.5
+    changed = (logits.double() / TIE + noise).round().mul(TIE).float()
     neutral = SamplingTensors.neutral(NUM_TRIED, logits.device)
     rules = replace(
         neutral,
         temperature=torch.full_like(neutral.temperature, params.temperature),
         top_k=torch.full_like(neutral.top_k, params.top_k),
         seed=torch.full_like(neutral.seed, params.seed or 0),
-        output_index=torch.full_like(neutral.output_index, len(before)),
+        output_index=torch.full_like(neutral.output_index, output_index),
         any_top_k=True,
     )
-    return {last, other} <= set(reference.sample(logits, rules).tolist())
+    return set(reference.sample(changed, rules).tolist())
 
 
 def _prompt(drawn: random.Random, prefixes: Sequence[list[int]]) -> list[int]:
@@ -163,7 +173,7 @@ def _params(drawn: random.Random) -> SamplingParams:
     max_tokens = drawn.randrange(1, 80)
     if drawn.random() < 0.5:
         return SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
-    return SamplingParams(temperature=0.8, top_k=20, max_tokens=max_tokens, seed=drawn.randrange(1 << 40))
+    return SamplingParams(temperature=0.8, top_k=TOP_K, max_tokens=max_tokens, seed=drawn.randrange(1 << 40))
 
 
 def _run_with_aborts(
