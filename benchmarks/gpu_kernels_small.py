@@ -31,7 +31,7 @@ GEMV_SHAPES = (
     ("down", HIDDEN, FFN),
     ("lm_head", VOCAB, HIDDEN),
 )
-GEMV_ROWS = (1, 2, 8, 16)
+GEMV_ROWS = (1, 2, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ def check_all() -> int:
     for name, num_outputs, depth in (*GEMV_SHAPES, ("odd", 1002, 1544)):
         for num_rows in GEMV_ROWS:
             check_gemv(checks, name, num_outputs, depth, num_rows)
-    for num_rows in (1, 3, 16):
+    for num_rows in (1, 3, 16, 30):
         check_gemv(checks, "float32", 1002, 1544, num_rows, torch.float32)
         check_gemv(checks, "float32 wide", 10240, 9000, num_rows, torch.float32)
     check_copies(checks)

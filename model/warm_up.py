@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.activation import silu_and_mul
+from ..kernels.gemv import FEW_ROWS, MAX_ROWS
 from ..kernels.norm_rope import add_rms_norm
 from ..kernels.reference import SamplingTensors
 from ..kernels.sampling import argmax, sample, top_logprobs
 from .attention import StepAttention
 from .cuda_attention import CudaAttention, DeviceBatch, DeviceDecodes, DevicePrompts, RotationTable
-from .cuda_layers import FEW_ROWS, CudaLayers, CudaNormedLinear
+from .cuda_layers import CudaLayers, CudaNormedLinear
 from .device_stream import DeviceStream
 from .engine_plan import EnginePlan
 from .kv_tensors import KvTensors
@@ -32,8 +33,8 @@ from .step_shapes import StepShape, StepShapes
 from .transformer import Transformer
 
 NUM_THREADS = 12
-PRODUCT_ROWS = (1, FEW_ROWS)
-NORM_ROWS = (2 * FEW_ROWS - 1, 2 * FEW_ROWS)
+PRODUCT_ROWS = (1, FEW_ROWS, MAX_ROWS)
+NORM_ROWS = (MAX_ROWS - 1, MAX_ROWS)
 
 Work = Callable[[], object]
 

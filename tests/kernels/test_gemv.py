@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3}
 
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
-each_num_rows = pytest.mark.parametrize("num_rows", [1, 2, 16])
+each_num_rows = pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32])
 each_size = pytest.mark.parametrize(("num_outputs", "depth"), [(64, 256), (70, 200), (34, 1100)])
 
 
