@@ -29,8 +29,8 @@ PARITY = "tests/e2e/test_gpu_parity.py"
 COPIES = ("24x16x64x1", "16x16x64x1", "132x8x64x1", "1000000x8x32x1")
 """Of the kernel. Of so many programs as in the last there are as many as there are tiles: each copies one."""
 STAGED = {
-    "ucx": ("256x4x128x32x264", "256x4x128x32x24", "256x4x64", "128x4x128", "256x6x128"),
-    "nccl": ("256x4x128x32x264", "256x4x128x32x24", "256x4x128x24", "256x4x64", "256x4x256"),
+    "ucx": ("256x4x128x32x48", "256x4x128x32x24", "256x4x128x32x16x132", "256x4x64", "256x6x128"),
+    "nccl": ("256x4x128x32x48", "256x4x128x32x24", "256x4x128x32x16x132", "256x4x64", "256x4x256"),
 }
 ASKED_TOKENS = 8192
 MIN_EXPOSED_TOKENS = 2048

@@ -92,7 +92,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--at-once", default="1,8,64")
     parser.add_argument("--max-tokens", type=int, help="Most tokens on their way at once; longer works are left out.")
     parser.add_argument("--copy-variants", default="", help="Of cuda_ipc's kernel, as in 24x16x64x1,16x16x64x2.")
-    parser.add_argument("--staged-variants", default="", help="Of ucx and nccl, as in 256x4x128x32x48,128.")
+    parser.add_argument("--staged-variants", default="", help="Of ucx and nccl, as in 256x4x128x32x16x48,128.")
     parser.add_argument("--run-blocks", type=int, help="How many blocks of a prompt lie side by side.")
     parser.add_argument("--steps", type=int, help="Of a window in which ITL is measured; 0: it is not.")
     parser.add_argument("--results", type=Path, help="Folder for a JSON file.")

@@ -41,16 +41,17 @@ NUM_ROUNDS = 5
 MAX_PROBE_SECONDS = 60.0
 MAX_PUSH_SECONDS = 30.0
 TRANSFER = TransferId("t")
-STAGED = (NUM_STAGING, pieces.RAMP_BYTES >> 20, nccl_library.MAX_CTAS, 48)
+STAGED = (NUM_STAGING, pieces.RAMP_BYTES >> 20, nccl_library.NUM_CTAS, 16, 48)
 """The last numbers of a `StagedVariant`, as in workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedVariant:
-    """How `ucx` and `nccl` stage, as in ``256x4x128x32x48``.
+    """How `ucx` and `nccl` stage, as in ``256x4x128x32x16x48``.
 
-    MiB of the largest piece, buffers a side, MiB of the smallest piece, thread blocks of NCCL, and of the kernel beside
-    it that packs and lands; the last ones may be left out and are as in workers.
+    MiB of the largest piece, buffers a side, MiB of the smallest piece, thread blocks of NCCL, those of the kernel that
+    packs and lands beside a busy link, and where nothing else travels; the last ones may be left out and are as in
+    workers.
     """
 
     name: str
@@ -129,7 +130,7 @@ class Side:
         self.setting = setting
         self._staging: tuple[int, int] | tuple[()] = ()
         if setting.staged is not None:
-            piece_mib, num_buffers, ramp_mib, nccl_library.MAX_CTAS, _ = setting.staged.numbers
+            piece_mib, num_buffers, ramp_mib, nccl_library.NUM_CTAS, *_ = setting.staged.numbers
             pieces.RAMP_BYTES = ramp_mib << 20
             self._staging = piece_mib << 20, num_buffers
         self.wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -170,7 +171,7 @@ class Side:
         from crossdock.model.device_stream import CudaStream
 
         if setting.staged is not None:
-            kv_copy.STAGING = kv_copy.CopyShape(setting.staged.numbers[-1])
+            kv_copy.BESIDE_LINK, kv_copy.STAGING = map(kv_copy.CopyShape, setting.staged.numbers[-2:])
         gpu = torch.device("cuda", torch.cuda.device_count() - 1 if role is Role.DECODE else 0)
         torch.cuda.set_device(gpu)
         tensor = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=gpu).view(setting.num_blocks, -1)

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..core.kv_layout import KvLayout, LayerGroup
 from ..core.messages import Push
 from ..core.part import Payload
-from ..kernels.kv_copy import gather_blocks, scatter_blocks
+from ..kernels import kv_copy
+from ..kernels.kv_copy import CopyShape, gather_blocks, scatter_blocks
 from .pool_bytes import NUM_STAGING, Mark, PoolMemory
 
 LIST_ALIGNMENT = 4
@@ -90,7 +91,7 @@ class DevicePool(PoolMemory):
         shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
         with self.stream.launching():
             spans = staging[: math.prod(shape)].view(shape)
-            gather_blocks(self.tensor, self.block_list(blocks), range(layers.first, layers.end), spans)
+            gather_blocks(self.tensor, self.block_list(blocks), range(layers.first, layers.end), spans, self._shape)
 
     def mark(self) -> Mark:
         return self.stream.mark()
@@ -119,7 +120,13 @@ class DevicePool(PoolMemory):
         shape = (len(blocks), layers.end - layers.first, self.layout.layer_bytes)
         with self.stream.launching():
             staged = payload if isinstance(payload, Tensor) else self._uploaded(payload)
-            scatter_blocks(staged.view(shape), self.block_list(blocks), range(layers.first, layers.end), self.tensor)
+            scatter_blocks(
+                staged.view(shape), self.block_list(blocks), range(layers.first, layers.end), self.tensor, self._shape
+            )
+
+    @property
+    def _shape(self) -> CopyShape:
+        return kv_copy.BESIDE_LINK if self.is_beside_link else kv_copy.STAGING
 
     def _uploaded(self, payload: Payload) -> Tensor:
         assert isinstance(payload, bytes | memoryview), "what is not on the device came through the host"

@@ -192,6 +192,7 @@ class NcclTransport:
         way.num_pieces += 1
         self._speak(way)
         buffer = way.ring.take()
+        self._pool.is_beside_link = on_their_way > 0
         self._pool.pack(copy.sources, copy.layers, buffer)
         packing.packed = packed = self._pool.mark()
         way.sent.append(way.channel.carry(buffer, num_bytes, packed))

@@ -185,6 +185,7 @@ class NcclInbox:
             if source.arriving and source.arriving[0][1].is_done:
                 piece, carried = source.arriving.popleft()
                 self._lent = source, carried.buffer
+                self._pool.is_beside_link = any(each.arriving for each in self._sources.values())
                 return Delivery(source.sender, piece.message, carried.buffer[: piece.num_bytes])
         return None
 

@@ -31,8 +31,8 @@ LIBRARY = "libnccl.so.2"
 OLDEST = 21900
 """Before 2.19 an abort could hang."""
 UNIQUE_ID_BYTES = 128
-MAX_CTAS = 32
-"""Of the 132 or so that a GPU has: 16 carried 225 GB/s between H200s where these carry 290."""
+NUM_CTAS = 32
+"""Thread blocks of a communicator; a GPU has room for 132 or so. Between H200s 16 carried 225 GB/s, these 290."""
 
 SUCCESS, IN_PROGRESS = 0, 7
 UINT8 = 1
@@ -128,7 +128,7 @@ class NcclLibrary:
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise CommunicatorFailed(f"an id has {UNIQUE_ID_BYTES} bytes, not {len(unique_id)}")
         config = _Config(
-            sizeof(_Config), CONFIG_MAGIC, CONFIG_VERSION, 0, UNDEFINED, UNDEFINED, MAX_CTAS, None, UNDEFINED
+            sizeof(_Config), CONFIG_MAGIC, CONFIG_VERSION, 0, UNDEFINED, NUM_CTAS, NUM_CTAS, None, UNDEFINED
         )
         communicator = c_void_p()
         there = _UniqueId((c_ubyte * UNIQUE_ID_BYTES).from_buffer_copy(unique_id))

@@ -84,6 +84,8 @@ class PoolMemory(ABC):
     def __init__(
         self, num_blocks: int, layout: KvLayout, num_groups: int, staging_bytes: int, num_staging: int
     ) -> None:
+        self.is_beside_link = False
+        """A transport says before a `pack` or `land` whether other pieces travel meanwhile, which it must not slow."""
         self.layout = layout
         self.staging_bytes = max(staging_bytes, layout.block_bytes)
         self.num_staging = num_staging

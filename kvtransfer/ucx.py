@@ -1,7 +1,7 @@
 """Transport between any two hosts by UCX: RDMA, NVLink, shared memory or TCP, whatever UCX finds.
 
 A push is packed piece by piece into a ring of staging buffers, which UCX registers once. Each piece goes out as two
-tagged messages: a header and the bytes (ucx_inbox.py). The header leaves before the device packs the bytes, and they
+tagged messages: a header and the bytes (ucx_inbox.py). The header leaves while the device packs the bytes, and they
 follow when it has: nothing here waits for the device, so that pieces are packed while others travel.
 """
 
@@ -202,7 +202,7 @@ class UcxTransport:
         return self._connections.get(sent.to) is sent.connection and sent.connection.endpoint.is_alive
 
     def _pack(self, packing: PackingPieces) -> None:
-        """Announce the next piece, then launch its copy into a buffer: the peer begins to receive meanwhile."""
+        """Launch the copy of the next piece into a buffer, and announce it meanwhile: the peer begins to receive."""
         on_their_way = sum(sent.num_bytes for sent in self._sent)
         message, copy = packing.take(on_their_way, is_last=len(self._packing) == 1)
         self._next_tag = (self._next_tag + 1) % (1 << TAG_BITS)
@@ -214,10 +214,11 @@ class UcxTransport:
             num_bytes=len(copy.sources) * packing.span_bytes,
             bytes_tag=self._next_tag << KIND_BITS | DATA_TAG,
         )
-        self._announce(sent, message)
-        self._send_packed()
+        self._pool.is_beside_link = on_their_way > 0
         self._pool.pack(copy.sources, copy.layers, sent.buffer)
         packing.packed = sent.packed = self._pool.mark()
+        self._send_packed()
+        self._announce(sent, message)
         self._sent.append(sent)
         if not on_their_way:
             end = time.monotonic() + IDLE_SECONDS

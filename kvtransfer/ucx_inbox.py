@@ -200,6 +200,7 @@ class UcxInbox:
                 self._pieces.remove(piece)
                 assert piece.buffer is not None, "what is received has a buffer"
                 self._lent = piece.buffer
+                self._pool.is_beside_link = bool(self._pieces)
                 return Delivery(piece.header.sender, piece.message, piece.buffer[: piece.header.num_bytes])
             if self._clock() > piece.deadline:
                 self.forget(piece.header.sender)

@@ -34,6 +34,8 @@ class LatePool(PoolBytes):
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self._launched: deque[Callable[[], object]] = deque()
+        self.beside_link: list[bool] = []
+        """Of each `pack` and `land`: whether other pieces travelled meanwhile."""
 
     @property
     def num_launched(self) -> int:
@@ -48,6 +50,7 @@ class LatePool(PoolBytes):
 
     def _launch(self, copy: Callable[[], object]) -> None:
         self._launched.append(copy)
+        self.beside_link.append(self.is_beside_link)
         if not self.is_late:
             self.run(len(self._launched))
 

@@ -145,6 +145,16 @@ def test_more_than_all_buffers_hold_arrives_whole_however_late_copies_run(pair: 
 
 
 @both
+def test_only_the_copies_beside_which_nothing_travels_may_take_all_of_the_memory(pair: Pair) -> None:
+    pair.push([1, 4, 2])
+    pair.run_for(0.05)
+    pair.prefill.pool.is_late = False
+    pair.prefill.pool.run(pair.prefill.pool.num_launched)
+    pair.run_until(lambda: len(pair.decode.arrived) == 3)
+    assert (pair.prefill.pool.beside_link, pair.decode.pool.beside_link) == ([False, True, True], [True, True, False])
+
+
+@both
 def test_a_peer_is_forgotten_when_nothing_is_copied_for_it_any_more(pair: Pair) -> None:
     pair.push([0])
     pair.prefill.transport.forget(pair.decode.me)
