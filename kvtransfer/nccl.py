@@ -113,7 +113,8 @@ class NcclTransport:
         if way.channel.failure is not None:
             raise LinkDown(f"the channel has failed: {way.channel.failure}")
         max_blocks = self._pool.staging_blocks(copy.layers, way.staging_bytes)
-        packing = PackingPieces(to, header, copy, max_blocks, self._pool.span_bytes(copy.layers), self._pump)
+        span_bytes, is_end = self._pool.span_bytes(copy.layers), copy.layers.end == self._pool.all_layers.end
+        packing = PackingPieces(to, header, copy, max_blocks, span_bytes, is_end, self._pump)
         way.packing.append(packing)
         self._pump()
         return packing
@@ -186,7 +187,7 @@ class NcclTransport:
         The peer is told first: it takes longer to begin receiving than this side to begin sending.
         """
         on_their_way = sum(carried.num_bytes for carried in way.sent)
-        message, copy = packing.take(on_their_way, is_last=len(way.packing) == 1)
+        message, copy = packing.take(on_their_way, others_wait=len(way.packing) > 1)
         num_bytes = len(copy.sources) * packing.span_bytes
         way.unsaid.append(PieceSent(channel=way.number, number=way.num_pieces, num_bytes=num_bytes, message=message))
         way.num_pieces += 1

@@ -43,7 +43,8 @@ class PackingPieces:
     """`Copying`: done when all pieces have been packed, so that their sources are free.
 
     A piece has ``max_blocks`` at most, a span ``span_bytes``; the digest of a probe speaks of all its blocks, so they
-    stay together. ``packed`` is behind the copy of the last piece that was taken.
+    stay together. ``is_end``: it brings the last layers of its blocks. ``packed`` is behind the copy of the last piece
+    that was taken.
     """
 
     to: Peer
@@ -51,6 +52,7 @@ class PackingPieces:
     copy: BlockCopy
     max_blocks: int
     span_bytes: int
+    is_end: bool
     progress: Callable[[], None]
     num_taken: int = 0
     packed: Mark = PASSED
@@ -60,11 +62,12 @@ class PackingPieces:
         """Blocks that no piece has taken."""
         return len(self.copy.sources) - self.num_taken
 
-    def take(self, bytes_on_their_way: int, is_last: bool) -> tuple[Push | ProbeSent, BlockCopy]:
-        """The next piece, and what is said of it; ``is_last``: no other push waits behind this one."""
+    def take(self, bytes_on_their_way: int, others_wait: bool) -> tuple[Push | ProbeSent, BlockCopy]:
+        """The next piece, and what is said of it; ``others_wait``: they are pushed behind this one."""
         if isinstance(self.header, ProbeSent):
             self.drop()
             return self.header, self.copy
+        is_last = self.is_end and not others_wait
         num_bytes = next_bytes(bytes_on_their_way, self.num_left * self.span_bytes, is_last)
         num_blocks = min(max(1, num_bytes // self.span_bytes), self.max_blocks)
         piece = slice(self.num_taken, self.num_taken + num_blocks)
@@ -97,9 +100,10 @@ class PackingPieces:
 
 def next_bytes(bytes_on_their_way: int, bytes_left: int, is_last: bool) -> int:
     """How large the next piece should be, so that the link neither waits for the first to be packed nor the receiver
-    for the last to be brought to its blocks: as large as what is on its way, and half of what is left at the end.
+    for the last to be brought to its blocks: as large as what is on its way, and half of what is left at the end of a
+    transfer; a push before it is followed by others, for whose blocks nobody waits yet.
 
-    A copy beside the link is three times as fast as the link, so what is twice as large is packed in time.
+    A copy beside the link is twice as fast as the link, so what is twice as large is packed in time.
     """
     most = bytes_left // 2 if is_last else bytes_left
     return max(RAMP_BYTES, min(bytes_on_their_way, most))

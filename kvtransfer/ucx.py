@@ -116,7 +116,8 @@ class UcxTransport:
         if not self._is_open(to):
             raise TransferFailed("UCX has no way to the peer")
         max_blocks = self._pool.staging_blocks(copy.layers, self._addresses[to].staging_bytes)
-        packing = PackingPieces(to, header, copy, max_blocks, self._pool.span_bytes(copy.layers), self._progress)
+        span_bytes, is_end = self._pool.span_bytes(copy.layers), copy.layers.end == self._pool.all_layers.end
+        packing = PackingPieces(to, header, copy, max_blocks, span_bytes, is_end, self._progress)
         self._packing.append(packing)
         self._progress()
         return packing
@@ -204,7 +205,7 @@ class UcxTransport:
     def _pack(self, packing: PackingPieces) -> None:
         """Launch the copy of the next piece into a buffer, and announce it meanwhile: the peer begins to receive."""
         on_their_way = sum(sent.num_bytes for sent in self._sent)
-        message, copy = packing.take(on_their_way, is_last=len(self._packing) == 1)
+        message, copy = packing.take(on_their_way, others_wait=len(self._packing) > 1)
         self._next_tag = (self._next_tag + 1) % (1 << TAG_BITS)
         sent = _Sent(
             to=packing.to,

@@ -194,10 +194,21 @@ def test_pieces_grow_from_an_idle_link_on_and_shrink_towards_the_end() -> None:
     assert next_bytes(4 * unit, 4 * unit, is_last=False) == 4 * unit, "others follow"
 
 
+@pytest.mark.parametrize(
+    ("is_end", "others_wait", "num_blocks"), [(True, False, 4), (True, True, 8), (False, False, 8)]
+)
+def test_only_the_end_of_a_transfer_shrinks(is_end: bool, others_wait: bool, num_blocks: int) -> None:
+    blocks = list(range(8))
+    copy = BlockCopy(blocks, blocks, LayerGroup(0, 2))
+    pieces = PackingPieces(Peer("", Incarnation("")), header(blocks), copy, 8, RAMP_BYTES, is_end, lambda: None)
+    _, piece = pieces.take(8 * RAMP_BYTES, others_wait)
+    assert len(piece.sources) == num_blocks
+
+
 def test_what_is_dropped_is_no_piece_any_more() -> None:
     copy = BlockCopy([1, 2, 3], [4, 5, 6], LayerGroup(0, 2))
-    pieces = PackingPieces(Peer("", Incarnation("")), header([4, 5, 6]), copy, 2, 1, lambda: None)
-    message, piece = pieces.take(0, is_last=True)
+    pieces = PackingPieces(Peer("", Incarnation("")), header([4, 5, 6]), copy, 2, 1, True, lambda: None)
+    message, piece = pieces.take(0, others_wait=False)
     assert (message, piece.sources, piece.destinations) == (header([4, 5]), [1, 2], [4, 5])
     assert (pieces.num_left, pieces.is_done) == (1, False)
     pieces.drop()
