@@ -288,11 +288,12 @@ class _Collector:
         stopped, self._stopped = self._stopped, []
         return stopped
 
-    def emit(self, router: Peer, delta: TokenDelta) -> None:
-        if self._answers[delta.request_id].take(delta):
-            self._progress.update()
-            if delta.finish is None:
-                self._stopped.append(delta.request_id)
+    def emit(self, router: Peer, deltas: Seq[TokenDelta]) -> None:
+        for delta in deltas:
+            if self._answers[delta.request_id].take(delta):
+                self._progress.update()
+                if delta.finish is None:
+                    self._stopped.append(delta.request_id)
 
     def send(self, to: Peer, message: Message) -> None:
         if isinstance(message, RequestFailed):

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -92,8 +93,8 @@ class Outgoing:
         self.flush()
         self.links.push(to, header, source_blocks)
 
-    def emit(self, router: Peer, delta: TokenDelta) -> None:
-        self._deltas[router].append(delta)
+    def emit(self, router: Peer, deltas: Seq[TokenDelta]) -> None:
+        self._deltas[router] += deltas
 
     def flush(self) -> None:
         """Send the tokens of the step that has just ended."""

@@ -60,15 +60,23 @@ class StepTimes:
 class _Collector:
     def __init__(self) -> None:
         self.answers: dict[RequestId, Answer] = {}
+        self._emitted: list[TokenDelta] = []
 
-    def emit(self, router: Peer, delta: TokenDelta) -> None:
-        answer = self.answers[delta.request_id]
-        if delta.token_id is not None:
-            if not answer.token_ids:
-                answer.first_at, answer.num_cached = time.perf_counter(), delta.cached_tokens
-            answer.token_ids.append(delta.token_id)
-            answer.logprobs.append(delta.logprobs)
-        answer.is_finished = answer.is_finished or delta.finish is not None
+    def emit(self, router: Peer, deltas: Seq[TokenDelta]) -> None:
+        self._emitted += deltas
+
+    def collect(self) -> None:
+        """Give out what was emitted since the last call."""
+        now, emitted = time.perf_counter(), self._emitted
+        self._emitted = []
+        for delta in emitted:
+            answer = self.answers[delta.request_id]
+            if delta.token_id is not None:
+                if not answer.token_ids:
+                    answer.first_at, answer.num_cached = now, delta.cached_tokens
+                answer.token_ids.append(delta.token_id)
+                answer.logprobs.append(delta.logprobs)
+            answer.is_finished = answer.is_finished or delta.finish is not None
 
     def send(self, to: Peer, message: Message) -> None:
         match message:
@@ -147,6 +155,7 @@ class OfflineEngine:
         self.times.launch.append(launched_at - started_at)
         self.times.wait.append(done_at - launched_at)
         self.times.finish.append(time.perf_counter() - done_at)
+        self._collector.collect()
         return following
 
     def run(self, step: Step | None = None) -> None:

@@ -106,6 +106,8 @@ class BlockTables:
 
         A released sequence publishes nothing.
         """
+        if sequence.num_computed // self.block_size <= sequence.num_published:
+            return  # nearly always
         if sequence.is_released or not self.prefixes.is_enabled:
             return
         num_full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size

@@ -226,7 +226,7 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     transfer_seconds: float | None = None
 
 
-class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One token of one request. ``index`` counts the output from 0; ``token_id`` is ``None`` only when a
     request ends without a further token. ``cached_tokens`` comes with index 0 from the prefill worker, and so does
     ``pooled``, the vector of a request with pooling as little-endian float32; ``times`` with the first token of each

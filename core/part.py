@@ -38,8 +38,8 @@ class Outbox(Protocol):
     def push(self, to: Peer, header: Push, source_blocks: list[int]) -> None:
         """Send KV bytes of the pool; raises `TransferFailed` when the link to the peer is down."""
 
-    def emit(self, router: Peer, delta: TokenDelta) -> None:
-        """One token to the router of its request; all of one step travel in one message."""
+    def emit(self, router: Peer, deltas: Seq[TokenDelta]) -> None:
+        """Tokens to the router of their requests; all of one step travel in one message."""
 
     def note(self, stages: list[Stage]) -> None:
         """A traced request has left this worker."""

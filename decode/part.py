@@ -12,10 +12,13 @@ A running request yields a token a step. Whatever ends it frees its blocks at on
 the device that still writes to them has ended.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from ..core.block_tables import BlockTables
 from ..core.messages import Abort, Peer, Push, RequestFailed, StageTimes, TokenDelta, WorkerCard
@@ -148,6 +151,7 @@ class DecodePart:
         """Nothing waits for the KV of a single layer group here."""
 
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
+        told: defaultdict[Peer, list[TokenDelta]] = defaultdict(list)
         for chunk, result in done:
             sequence = chunk.sequence
             request_id = sequence.request.request_id
@@ -160,13 +164,14 @@ class DecodePart:
             finish = settle(chunk, result)
             self._tables.publish(sequence)
             if result.token_id is not None:
-                self.num_output_tokens += 1
-                index = chunk.output_index
-                times = held.times if index == 1 else None
-                delta = TokenDelta(request_id, index, result.token_id, finish, result.logprobs, times=times)
-                self._outbox.emit(held.handover.router, delta)
+                index = sequence.num_computed - sequence.num_prompt
+                delta = TokenDelta(request_id, index, result.token_id, finish, result.logprobs)
+                told[held.handover.router].append(replace(delta, times=held.times) if index == 1 else delta)
             if finish is not None:
                 self._end(request_id, now)
+        for router, deltas in told.items():
+            self.num_output_tokens += len(deltas)
+            self._outbox.emit(router, deltas)
 
     def _fail(self, handover: Handover, result: ChunkResult, now: float) -> None:
         """End a request that can't go on."""

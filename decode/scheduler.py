@@ -62,9 +62,7 @@ class DecodeScheduler:
         self._preempt()
         chunks = []
         may_return = True
-        num_behind = self.num_running
-        for sequence in self._requests:
-            num_behind -= bool(sequence.blocks)
+        for place, sequence in enumerate(self._requests):
             if budget.num_tokens <= 0 or budget.num_sequences <= 0:
                 break
             if sequence.is_at_limit or sequence is self._giving_way or not self._may_run(sequence):
@@ -75,6 +73,7 @@ class DecodeScheduler:
                     continue
             num_tokens = sequence.num_unscheduled
             if num_tokens > 1:
+                num_behind = sum(1 for other in self._requests[place + 1 :] if other.blocks)
                 num_tokens = min(num_tokens, max(1, budget.num_tokens - num_behind))
             if self._grow(sequence, sequence.num_scheduled + num_tokens):
                 budget.take(num_tokens)

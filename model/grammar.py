@@ -83,8 +83,9 @@ class Grammars:
 
     def may_run_at_once(self, sequence: Sequence) -> bool:
         """The same, for who has nothing else to do than to wait for the compilation."""
-        if sequence.request.params.grammar:
-            self.state_of(sequence).outcome.exception()
+        if not sequence.request.params.grammar:
+            return True
+        self.state_of(sequence).outcome.exception()
         return self.may_run(sequence)
 
     def begin(self, chunks: Iterable[Chunk | None]) -> "ConstrainedStep | None":

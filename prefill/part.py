@@ -324,7 +324,7 @@ class PrefillPart:
         vector = job.pooled.vector() if job.pooled is not None else b""
         for choice in job.wanted_choices:
             delta = TokenDelta(choice.request_id, 0, None, FinishReason.LENGTH, None, job.num_cached, vector, times)
-            self._outbox.emit(job.router, delta)
+            self._outbox.emit(job.router, [delta])
         self._drop(job, "nothing was to be generated", now, is_done=True)
 
     def _tell_first(self, job: Job, choice: Request, draw: Draw, times: StageTimes) -> None:
@@ -332,7 +332,7 @@ class PrefillPart:
         if finish is not None:
             job.wanted.remove(choice.request_id)
         delta = TokenDelta(choice.request_id, 0, draw.token_id, finish, draw.logprobs, job.num_cached, times=times)
-        self._outbox.emit(job.router, delta)
+        self._outbox.emit(job.router, [delta])
 
     # --- the transfer --------------------------------------------------------------------------
 

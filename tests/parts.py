@@ -119,9 +119,9 @@ class Record:
         groups = range(header.group, header.group + header.num_groups)
         self.pushed += [(group, source_blocks, header.blocks) for group in groups]
 
-    def emit(self, router: Peer, delta: TokenDelta) -> None:
+    def emit(self, router: Peer, deltas: Seq[TokenDelta]) -> None:
         assert router == ROUTER
-        self.deltas.append(delta)
+        self.deltas += deltas
 
     def note(self, stages: list[Stage]) -> None:
         self.stages += stages
