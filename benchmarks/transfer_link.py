@@ -1,7 +1,8 @@
 """KV from one process to another over a link, without an engine: how much of the limit each transport reaches.
 
 Two processes with a pool each, linked by `Links` as two workers are: the probe runs first. A prompt is pushed layer
-group by layer group from random blocks to random blocks, and its time ends when the receiver knows that everything has
+group by layer group from random blocks to random blocks, or, as ``joined``, all that is there in one push, as a worker
+does with layer groups of which it hears together; its time ends when the receiver knows that everything has
 landed, by the clock that all processes of a host share (``CLOCK_MONOTONIC``). Checksums of both sides are compared in
 every round.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -111,8 +113,12 @@ class LinkRow:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds since the first push: all are begun, no copy is under way any more, the receiver has everything."""
+    """Seconds since the first of ``num_pushes``.
 
+    All are begun, no copy is under way any more, the receiver has everything.
+    """
+
+    num_pushes: int
     pushed: float
     copied: float
     landed: float
@@ -218,7 +224,7 @@ def be_decode(setting: Setting, parent: Connection) -> None:
         if isinstance(delivery.message, Push):
             if len(delivery.payload):
                 landing = side.links.land(delivery.message, delivery.payload)
-            num_landed += len(delivery.message.blocks)
+            num_landed += len(delivery.message.blocks) * delivery.message.num_groups
 
     while True:
         while num_awaited and time.monotonic() < deadline:
@@ -246,12 +252,12 @@ class Pair:
     decode: PeerInfo
     child: Connection
 
-    def timed(self, work: Work) -> Timed:
-        """The round of median length."""
-        rounds = sorted((self._push_all(work) for _ in range(NUM_ROUNDS)), key=lambda timed: timed.landed)
+    def timed(self, work: Work, num_together: int) -> Timed:
+        """The round of median length, with so many layer groups a push."""
+        rounds = sorted((self._push_all(work, num_together) for _ in range(NUM_ROUNDS)), key=lambda timed: timed.landed)
         return rounds[NUM_ROUNDS // 2]
 
-    def _push_all(self, work: Work) -> Timed:
+    def _push_all(self, work: Work, num_together: int) -> Timed:
         """Raises `LinkFailed` if that which has landed is not what was sent."""
         side = self.side
         num_blocks, a_prompt = work.num_blocks, work.num_blocks // work.num_at_once
@@ -259,7 +265,7 @@ class Pair:
         self.child.send(num_blocks * NUM_GROUPS)
         time.sleep(0.01)  # the child has read it
         begun = time.monotonic()
-        for group in range(NUM_GROUPS):
+        for group in range(0, NUM_GROUPS, num_together):
             for first in range(0, num_blocks, a_prompt):
                 piece = slice(first, first + a_prompt)
                 header = Push(
@@ -269,6 +275,7 @@ class Pair:
                     group=group,
                     blocks=destinations[piece],
                     transport="",
+                    num_groups=num_together,
                 )
                 side.links.push(self.decode.peer, header, sources[piece])
         pushed = time.monotonic()
@@ -282,7 +289,8 @@ class Pair:
         self.child.send(destinations)
         if self.child.recv() != side.memory.checksums(sources):
             raise LinkFailed(f"{work}: what landed is not what was sent")
-        return Timed(pushed - begun, copied - begun, landed - begun)
+        num_pushes = NUM_GROUPS // num_together * work.num_at_once
+        return Timed(num_pushes, pushed - begun, copied - begun, landed - begun)
 
     def _let_copies_end(self, deadline: float) -> None:
         while self.side.links.is_copying and time.monotonic() < deadline:
@@ -334,7 +342,7 @@ def linked(setting: Setting) -> Iterator[Pair]:
 
 
 def measure_link(setting: Setting, works: Sequence[Work], variants: Sequence[CopyVariant] = ()) -> Iterator[LinkRow]:
-    """A row a work, for each of the variants if there are any. Raises `LinkFailed`."""
+    """Two rows a work, for each of the variants if there are any. Raises `LinkFailed`."""
     label = setting.staged.name if setting.staged is not None else ""
     if setting.run_blocks != RUN_BLOCKS:
         label = f"runs of {setting.run_blocks}"
@@ -342,15 +350,16 @@ def measure_link(setting: Setting, works: Sequence[Work], variants: Sequence[Cop
         for variant in variants or (None,):
             if variant is not None:
                 pair.side.vary(variant)
-            for work in works:
-                timed = pair.timed(work)
+            for work, num_together in product(works, (1, NUM_GROUPS)):
+                timed = pair.timed(work, num_together)
+                named = variant.name if variant is not None else label
                 yield LinkRow(
                     setting.transport,
-                    variant.name if variant is not None else label,
+                    " ".join(filter(None, (named, "joined" if num_together > 1 else ""))),
                     work.num_tokens,
                     work.num_at_once,
                     work.num_blocks * setting.layout.block_bytes / timed.landed / 1e9,
                     1e3 * timed.landed,
                     1e3 * timed.copied,
-                    1e6 * timed.pushed / (NUM_GROUPS * work.num_at_once),
+                    1e6 * timed.pushed / timed.num_pushes,
                 )

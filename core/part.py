@@ -101,8 +101,8 @@ class Part(Protocol):
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
         """Results of this part's chunks of one finished step, in planning order."""
 
-    def layers_done(self, chunks: Seq[Chunk], group: int, now: float) -> None:
-        """The KV of layer group ``group`` of these chunks, all of this part, is written (the step may still run)."""
+    def layers_done(self, chunks: Seq[Chunk], groups: range, now: float) -> None:
+        """The KV of these layer groups of these chunks, all of this part, is written (the step may still run)."""
 
     def sweep(self, now: float) -> None:
         """Called every loop iteration: deadlines."""

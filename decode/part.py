@@ -147,7 +147,7 @@ class DecodePart:
         for request_id in started:
             self._requests[request_id].timeline.enter(StageName.DECODE, now)
 
-    def layers_done(self, chunks: Seq[Chunk], group: int, now: float) -> None:
+    def layers_done(self, chunks: Seq[Chunk], groups: range, now: float) -> None:
         """Nothing waits for the KV of a single layer group here."""
 
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:

@@ -4,7 +4,6 @@ Nothing is staged, and nothing runs on the other GPU. The copy engines do it, or
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -95,21 +94,23 @@ class CudaIpcTransport:
         target = self._peers.get(to)
         if target is None:
             raise TransferFailed("the peer's memory is not mapped")
-        if not 0 <= min(copy.destinations) <= max(copy.destinations) < target.num_blocks:
+        destinations = np.array(copy.destinations, np.int64)
+        if not 0 <= destinations.min() <= destinations.max() < target.num_blocks:
             raise TransferFailed("a destination lies outside the peer's pool")
-        self._copy(target.base + target.offset, copy)
+        self._copy(target.base + target.offset, copy, destinations)
         return CopyingBlocks(self._pool.stream.mark())
 
-    def _copy(self, there: int, copy: BlockCopy) -> None:
+    def _copy(self, there: int, copy: BlockCopy, destinations: NDArray[np.int64]) -> None:
+        """``destinations`` are those of ``copy``."""
         pool, here = self._pool, self._pool.tensor.data_ptr()
         span = layer_span(pool.tensor, range(copy.layers.first, copy.layers.end))
         if self.shape is None:
-            places = _places(here, copy.sources, span), _places(there, copy.destinations, span)
+            places = _places(here, np.array(copy.sources, np.int64), span), _places(there, destinations, span)
             copy_pieces(*places, span.size, pool.stream.handle)
             return
         with pool.stream.launching():
-            sources, destinations = pool.block_lists(copy.sources, copy.destinations)
-            copy_blocks(here, there, sources, destinations, span, self.shape)
+            of_sources, of_destinations = pool.block_lists(copy.sources, copy.destinations)
+            copy_blocks(here, there, of_sources, of_destinations, span, self.shape)
 
     def detail(self, peer: Peer) -> str:
         return ""
@@ -127,9 +128,9 @@ class CudaIpcTransport:
             self.forget(peer)
 
 
-def _places(pool_start: int, blocks: Sequence[int], span: BlockSpan) -> NDArray[np.int64]:
+def _places(pool_start: int, blocks: NDArray[np.int64], span: BlockSpan) -> NDArray[np.int64]:
     """The address of the span of each block."""
-    return np.array(blocks, np.int64) * span.stride + (pool_start + span.offset)
+    return blocks * span.stride + (pool_start + span.offset)
 
 
 def _decode(address: str) -> IpcAddress:

@@ -121,9 +121,10 @@ class Sender:
         self._next_message = now + self._lease_seconds / 3
         return SenderActions(messages=(self._offer,))
 
-    def written(self, group: int, num_blocks: int, now: float) -> SenderActions:
-        """The first ``num_blocks`` prompt blocks hold layer group ``group``; only the last may be partial."""
-        self._plan.write(group, num_blocks)
+    def written(self, groups: range, num_blocks: int, now: float) -> SenderActions:
+        """The first ``num_blocks`` prompt blocks hold these layer groups; only the last may be partial."""
+        for group in groups:
+            self._plan.write(group, num_blocks)
         return self._advance(now)
 
     def finish(self, first_token_ids: list[int | None], now: float) -> SenderActions:

@@ -233,21 +233,20 @@ class PrefillPart:
         job.sender = Sender(offer, num_blocks, num_groups, self._me.incarnation, self._lease_seconds, self._min_pairs)
         self.num_transfers += 1
         self._act(job, job.sender.start(now), now)
-        for group in range(num_groups):
-            self._written(job, group, job.num_cached, now)
+        self._written(job, range(num_groups), job.num_cached, now)
 
-    def layers_done(self, chunks: Seq[Chunk], group: int, now: float) -> None:
+    def layers_done(self, chunks: Seq[Chunk], groups: range, now: float) -> None:
         for chunk in chunks:
             if job := self._job_of(chunk):
-                self._written(job, group, chunk.end, now)
+                self._written(job, groups, chunk.end, now)
 
-    def _written(self, job: Job, group: int, num_tokens: int, now: float) -> None:
+    def _written(self, job: Job, groups: range, num_tokens: int, now: float) -> None:
         if job.sender is None:
             return
         is_all = num_tokens == job.sequence.num_prompt
         layout = self._card.layout
         num_blocks = layout.num_blocks_for(num_tokens) if is_all else num_tokens // layout.block_size
-        self._act(job, job.sender.written(group, num_blocks, now), now)
+        self._act(job, job.sender.written(groups, num_blocks, now), now)
 
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
         """All first tokens are told before any KV is pushed, which takes a while."""

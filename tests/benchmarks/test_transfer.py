@@ -15,6 +15,8 @@ from crossdock.core.messages import StageTimes, TokenDelta
 from crossdock.core.request import RequestId
 from crossdock.core.sequence import FinishReason
 
+PARTS = ("link", "workers")
+
 
 @pytest.mark.timeout(180)
 def test_a_small_run_prints_a_line_a_work_and_writes_all_of_it(tmp_path: Path) -> None:
@@ -24,12 +26,13 @@ def test_a_small_run_prints_a_line_a_work_and_writes_all_of_it(tmp_path: Path) -
     assert ran.returncode == 1, "one transport is not there"
     report = json.loads((tmp_path / "transfer-cpu-small.json").read_text())
     asked = [("shm", 40, 1), ("shm", 40, 2)]
-    for part in ("link", "workers"):
-        assert [(row["transport"], row["num_tokens"], row["num_at_once"]) for row in report[part]] == asked, ran.stdout
+    told = {part: [(row["transport"], row["num_tokens"], row["num_at_once"]) for row in report[part]] for part in PARTS}
+    assert told == {"link": [asked[0], asked[0], asked[1], asked[1]], "workers": asked}, ran.stdout
+    assert [row["variant"] for row in report["link"]] == ["", "joined"] * 2
     assert all(row["gigabytes_per_second"] > 0 for row in report["link"] + report["limits"])
     assert all(row["rate_alone"] > 0 and row["busy"]["p99"] >= row["busy"]["p50"] > 0 for row in report["workers"])
     assert [failure.split(":")[0] for failure in report["failures"]] == ["link over absent", "workers over absent"]
-    assert sum(line.startswith("shm") for line in ran.stdout.splitlines()) == 4
+    assert sum(line.startswith("shm") for line in ran.stdout.splitlines()) == 6
 
 
 def test_shapes_have_the_layout_of_their_model() -> None:

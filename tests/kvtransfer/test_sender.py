@@ -93,11 +93,11 @@ def cancelled(reason: str) -> SenderActions:
 def test_each_layer_group_is_pushed_as_soon_as_it_is_written() -> None:
     sender = make_sender()
     assert sender.handle(reservation(), 1.0) == NOTHING
-    assert sender.written(0, 2, 1.1).pushes == (push(0, range(2), [20, 21]),)
-    assert sender.written(1, 2, 1.2).pushes == (push(1, range(2), [20, 21]),)
-    assert sender.written(0, 2, 1.2) == NOTHING
-    assert sender.written(0, 3, 1.3).pushes == (push(0, range(2, 3), [30]),)
-    assert sender.written(1, 3, 1.4).pushes == (push(1, range(2, 3), [30]),)
+    assert sender.written(range(1), 2, 1.1).pushes == (push(0, range(2), [20, 21]),)
+    assert sender.written(range(1, 2), 2, 1.2).pushes == (push(1, range(2), [20, 21]),)
+    assert sender.written(range(1), 2, 1.2) == NOTHING
+    assert sender.written(range(1), 3, 1.3).pushes == (push(0, range(2, 3), [30]),)
+    assert sender.written(range(1, 2), 3, 1.4).pushes == (push(1, range(2, 3), [30]),)
     assert sender.finish([77], 1.5) == SenderActions(messages=(commit(6),))
     assert sender.handle(Attached(transfer_id=T), 1.6) == SenderActions(outcome=Attached(transfer_id=T))
     assert sender.is_ended
@@ -105,7 +105,7 @@ def test_each_layer_group_is_pushed_as_soon_as_it_is_written() -> None:
 
 def test_a_reservation_after_the_end_of_prefill_gets_all_pushes_and_the_commit() -> None:
     sender = make_sender()
-    assert sender.written(0, 3, 0.5) == NOTHING
+    assert sender.written(range(1), 3, 0.5) == NOTHING
     assert sender.finish([77], 0.6) == NOTHING
     actions = sender.handle(reservation(first_missing=1, blocks=(20, 21)), 1.0)
     assert actions.pushes == (push(0, range(1, 3), [20, 21], num_groups=2),)
@@ -138,15 +138,15 @@ def test_a_lease_is_renewed_every_third_of_its_time_and_by_every_push() -> None:
     sender = reserved_sender()
     assert sender.tick(4.9) == NOTHING
     assert sender.tick(5.0).messages == (RENEW,)
-    assert sender.written(0, 1, 7.0).pushes == (push(0, range(1), [20]),)
+    assert sender.written(range(1), 1, 7.0).pushes == (push(0, range(1), [20]),)
     assert sender.tick(10.9) == NOTHING
     assert sender.tick(11.0).messages == (RENEW,)
 
 
 def test_a_worker_that_stood_still_past_its_share_of_the_lease_writes_no_more() -> None:
     sender = reserved_sender()
-    assert sender.written(0, 3, 10.0) == cancelled("the lease expired unused")
-    assert sender.written(1, 3, 10.0) == NOTHING
+    assert sender.written(range(1), 3, 10.0) == cancelled("the lease expired unused")
+    assert sender.written(range(1, 2), 3, 10.0) == NOTHING
 
     sender = reserved_sender()
     assert sender.tick(10.0).outcome == Failed("the lease expired: this worker stood still for too long")
@@ -174,7 +174,7 @@ def test_rejected_and_revoked_transfers_end_with_a_promise_to_write_no_more() ->
     for message in (Rejected(transfer_id=T, reason="why"), Revoke(transfer_id=T, reason="why")):
         sender = reserved_sender()
         assert sender.handle(message, 1.1) == cancelled("why")
-        assert sender.written(0, 3, 1.2) == NOTHING
+        assert sender.written(range(1), 3, 1.2) == NOTHING
 
 
 def test_the_outcome_comes_once_and_late_messages_get_the_promise_again() -> None:
@@ -198,7 +198,7 @@ def test_a_second_reservation_changes_nothing() -> None:
     sender = reserved_sender()
     assert sender.handle(reservation(), 1.1) == NOTHING
     assert sender.handle(reservation(blocks=(1, 2, 3), lease=9), 1.1) == NOTHING
-    assert sender.written(0, 3, 1.2).pushes == (push(0, range(3), [20, 21, 30]),)
+    assert sender.written(range(1), 3, 1.2).pushes == (push(0, range(3), [20, 21, 30]),)
 
 
 def test_a_reservation_that_does_not_complete_the_prompt_ends_the_transfer() -> None:

@@ -242,7 +242,7 @@ SETUPS = [Setup(4, 1, 2, transport) for transport in ("shm", "tcp")]
 def test_without_faults_every_element_arrives_and_both_sides_end(setup: Setup) -> None:
     crossing = Crossing(setup)
     crossing.compute(0, 2)
-    crossing.obey(crossing.sender.written(0, 2, crossing.now))
+    crossing.obey(crossing.sender.written(range(1), 2, crossing.now))
     crossing.deliver_all()
     crossing.finish()
     crossing.deliver_all()
@@ -394,7 +394,7 @@ class RandomWalk:
         if self.crossing.is_running:
             group, num_blocks = self.random.randrange(setup.num_groups), self.random.randint(1, setup.num_blocks)
             self.crossing.compute(group, num_blocks)
-            self.crossing.obey(self.crossing.sender.written(group, num_blocks, self.crossing.now))
+            self.crossing.obey(self.crossing.sender.written(range(group, group + 1), num_blocks, self.crossing.now))
 
     def finish(self) -> None:
         if self.crossing.is_running:

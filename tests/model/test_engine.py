@@ -60,8 +60,8 @@ class FakePart:
     def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
         self.log += [f"{self.name} hears {spans([chunk])[0]} {result.token_id}" for chunk, result in done]
 
-    def layers_done(self, chunks: Seq[Chunk], group: int, now: float) -> None:
-        self.log.append(f"{self.name} has group {group} of {', '.join(spans(chunks))}")
+    def layers_done(self, chunks: Seq[Chunk], groups: range, now: float) -> None:
+        self.log.append(f"{self.name} has groups {[*groups]} of {', '.join(spans(chunks))}")
 
     def sweep(self, now: float) -> None: ...
 
@@ -112,15 +112,13 @@ def test_every_part_hears_of_its_own_chunks_and_each_layer_group_once() -> None:
     cast(FakeLaunched, step.launched).num_groups_done = 1
     bench.engine.tell_progress(step, 0.0)
     bench.engine.tell_progress(step, 0.0)
-    assert bench.take_log() == ["one has group 0 of a 0-10 ->", "two has group 0 of b 0-22"]
+    assert bench.take_log() == ["one has groups [0] of a 0-10 ->", "two has groups [0] of b 0-22"]
     bench.engine.finish(step, 0.0)
     assert bench.take_log() == [
         "one hears a 0-10 -> 100",
         "two hears b 0-22 None",
-        "one has group 1 of a 0-10 ->",
-        "two has group 1 of b 0-22",
-        "one has group 2 of a 0-10 ->",
-        "two has group 2 of b 0-22",
+        "one has groups [1, 2] of a 0-10 ->",
+        "two has groups [1, 2] of b 0-22",
     ]
 
 

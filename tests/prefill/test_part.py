@@ -172,11 +172,11 @@ def test_kv_travels_layer_group_by_layer_group_and_the_blocks_are_free_when_it_i
     bench.task(wanted)
     (chunk,) = bench.plan()
     assert bench.outbox.take_sent() == [offer("a", wanted)]
-    bench.part.layers_done([chunk], 0, 0.0)
+    bench.part.layers_done([chunk], range(1), 0.0)
     assert bench.outbox.pushed == []
     bench.answer(reservation([7, 5, 6]))
     assert bench.outbox.pushed == [(0, [0, 1, 2], [7, 5, 6])]
-    bench.part.layers_done([chunk], 1, 0.0)
+    bench.part.layers_done([chunk], range(1, 2), 0.0)
     assert bench.outbox.pushed[1:] == [(1, [0, 1, 2], [7, 5, 6])]
     assert bench.outbox.take_sent() == []
     bench.finish([chunk])
@@ -203,12 +203,12 @@ def test_only_whole_blocks_travel_before_the_prompt_is_complete() -> None:
     bench.task(request("a", 40))
     (first,) = bench.plan(32)
     bench.answer(reservation([1, 2, 3]))
-    bench.part.layers_done([first], 0, 0.0)
+    bench.part.layers_done([first], range(1), 0.0)
     (second,) = bench.plan(32)
     assert bench.outbox.pushed == [(0, [0, 1], [1, 2])]
-    bench.part.layers_done([first], 1, 0.0)
+    bench.part.layers_done([first], range(1, 2), 0.0)
     bench.finish([first])
-    bench.part.layers_done([second], 0, 0.0)
+    bench.part.layers_done([second], range(1), 0.0)
     assert bench.outbox.pushed[1:] == [(1, [0, 1], [1, 2]), (0, [2], [3])]
     bench.finish([second])
     assert bench.outbox.pushed[3:] == [(1, [2], [3])]
@@ -346,9 +346,9 @@ def test_a_broken_link_ends_the_request_and_tells_both() -> None:
     bench.outbox.take_sent()
     bench.answer(reservation([1, 2, 3]))
     bench.outbox.is_link_down = True
-    bench.part.layers_done(chunks, 0, 0.0)
+    bench.part.layers_done(chunks, range(1), 0.0)
     assert bench.outbox.take_sent() == [cancel("the link is down"), failed("the link is down")]
-    bench.part.layers_done(chunks, 1, 0.0)
+    bench.part.layers_done(chunks, range(1, 2), 0.0)
     bench.finish(chunks)
     assert (bench.outbox.sent, bench.outbox.deltas, bench.books) == ([], [], free(8))
     assert (bench.part.num_transfers, bench.part.num_transfer_failures) == (1, 1)
