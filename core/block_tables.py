@@ -122,16 +122,17 @@ class BlockTables:
         sequence.is_released = True
         self._give_back_if_idle(sequence)
 
-    def step_done(self, chunk: Chunk) -> None:
-        """The step with this chunk has finished on the device."""
-        sequence = chunk.sequence
-        if chunk.copy_from is not None:
-            self._being_copied[chunk.copy_from] -= 1
-            self.pool.give_back([chunk.copy_from])
-        assert sequence.num_in_flight > 0, "no step of this sequence is in flight"
-        sequence.num_in_flight -= 1
-        if sequence.is_released:
-            self._give_back_if_idle(sequence)
+    def step_done(self, *chunks: Chunk) -> None:
+        """The step with these chunks has finished on the device."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if chunk.copy_from is not None:
+                self._being_copied[chunk.copy_from] -= 1
+                self.pool.give_back([chunk.copy_from])
+            assert sequence.num_in_flight > 0, "no step of this sequence is in flight"
+            sequence.num_in_flight -= 1
+            if sequence.is_released:
+                self._give_back_if_idle(sequence)
 
     def reset(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence that lives on and will be computed again (preemption)."""

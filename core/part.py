@@ -5,7 +5,7 @@ the results of its own chunks. A part changes its sequences, and says what other
 `Outbox` it was made with. It does no I/O and reads no clock: time is an argument.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class StepBudget:
     num_tokens: int
     num_sequences: int
 
-    def take(self, num_tokens: int) -> None:
+    def take(self, num_tokens: int, num_sequences: int = 1) -> None:
         self.num_tokens -= num_tokens
-        self.num_sequences -= 1
+        self.num_sequences -= num_sequences
 
 
 class Outbox(Protocol):
@@ -98,7 +98,7 @@ class Part(Protocol):
     def plan(self, budget: StepBudget, now: float) -> list[Chunk]:
         """Chunks for the next step; the sequences' tables are grown and marked when it returns."""
 
-    def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
+    def apply(self, done: Iterable[tuple[Chunk, ChunkResult]], now: float) -> None:
         """Results of this part's chunks of one finished step, in planning order."""
 
     def layers_done(self, chunks: Seq[Chunk], groups: range, now: float) -> None:

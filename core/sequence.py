@@ -83,6 +83,8 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Add a token; the reason if it ends the request."""
         self.token_ids.append(token_id)
+        if len(self.token_ids) < self.max_num_tokens and token_id not in self.request.params.stop_token_ids:
+            return None  # nearly always
         return ending(self.request, token_id, len(self.token_ids) - self.num_prompt)
 
 
@@ -166,6 +168,22 @@ def take_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     sequence.num_pending += samples
     copy_from, sequence.copy_from = sequence.copy_from, None
     return Chunk(sequence, start, num_tokens, samples, end > num_known, sequence.blocks, copy_from)
+
+
+def take_next(sequence: Sequence, block_size: int) -> Chunk | None:
+    """`take_chunk` of the one token that a sequence which decodes has left; ``None`` unless nothing else is to be done.
+
+    That is a block to be found, a copy to be made, the end.
+    """
+    num_known, start = len(sequence.token_ids), sequence.num_scheduled
+    end = num_known + sequence.num_pending
+    is_simple = start + 1 == end <= len(sequence.blocks) * block_size and not sequence.may_share_tail
+    if not is_simple or end >= sequence.max_num_tokens or sequence.copy_from is not None:
+        return None
+    sequence.num_scheduled = end
+    sequence.num_in_flight += 1
+    sequence.num_pending += 1
+    return Chunk(sequence, start, 1, True, end > num_known, sequence.blocks)
 
 
 def settle(chunk: Chunk, result: ChunkResult) -> FinishReason | None:

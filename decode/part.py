@@ -13,7 +13,7 @@ the device that still writes to them has ended.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -150,8 +150,9 @@ class DecodePart:
     def layers_done(self, chunks: Seq[Chunk], groups: range, now: float) -> None:
         """Nothing waits for the KV of a single layer group here."""
 
-    def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
+    def apply(self, done: Iterable[tuple[Chunk, ChunkResult]], now: float) -> None:
         told: defaultdict[Peer, list[TokenDelta]] = defaultdict(list)
+        router, tell = None, list[TokenDelta]().append  # most have the same router as the one before
         for chunk, result in done:
             sequence = chunk.sequence
             request_id = sequence.request.request_id
@@ -166,7 +167,10 @@ class DecodePart:
             if result.token_id is not None:
                 index = sequence.num_computed - sequence.num_prompt
                 delta = TokenDelta(request_id, index, result.token_id, finish, result.logprobs)
-                told[held.handover.router].append(replace(delta, times=held.times) if index == 1 else delta)
+                if router is not held.handover.router:
+                    router = held.handover.router
+                    tell = told[router].append
+                tell(replace(delta, times=held.times) if index == 1 else delta)
             if finish is not None:
                 self._end(request_id, now)
         for router, deltas in told.items():

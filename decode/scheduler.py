@@ -5,7 +5,7 @@ from bisect import insort
 from ..core.block_pool import OutOfBlocks
 from ..core.block_tables import BlockTables
 from ..core.part import MayRun, StepBudget
-from ..core.sequence import Chunk, Sequence, take_chunk
+from ..core.sequence import Chunk, Sequence, take_chunk, take_next
 
 
 class DecodeScheduler:
@@ -60,12 +60,18 @@ class DecodeScheduler:
         Such a chunk leaves a token of the budget to each running request behind it.
         """
         self._preempt()
-        chunks = []
-        may_return = True
+        chunks: list[Chunk] = []
+        num_left, may_return, block_size = budget.num_tokens, True, self._tables.block_size
         for place, sequence in enumerate(self._requests):
-            if budget.num_tokens <= 0 or budget.num_sequences <= 0:
+            if num_left <= 0 or len(chunks) >= budget.num_sequences:
                 break
-            if sequence.is_at_limit or sequence is self._giving_way or not self._may_run(sequence):
+            if sequence is self._giving_way or not self._may_run(sequence):
+                continue
+            if (next_one := take_next(sequence, block_size)) is not None:
+                chunks.append(next_one)
+                num_left -= 1
+                continue
+            if sequence.is_at_limit:
                 continue
             if not sequence.blocks:
                 may_return = may_return and self._readmit(sequence)
@@ -74,10 +80,15 @@ class DecodeScheduler:
             num_tokens = sequence.num_unscheduled
             if num_tokens > 1:
                 num_behind = sum(1 for other in self._requests[place + 1 :] if other.blocks)
-                num_tokens = min(num_tokens, max(1, budget.num_tokens - num_behind))
-            if self._grow(sequence, sequence.num_scheduled + num_tokens):
-                budget.take(num_tokens)
+                num_tokens = min(num_tokens, max(1, num_left - num_behind))
+            try:
+                self._tables.grow(sequence, sequence.num_scheduled + num_tokens)
+            except OutOfBlocks:
+                self._make_way()
+            else:
                 chunks.append(take_chunk(sequence, num_tokens))
+                num_left -= num_tokens
+        budget.take(budget.num_tokens - num_left, len(chunks))
         if not chunks and self._giving_way is not None and self._giving_way.num_in_flight == 0:
             return self.plan(budget)
         return chunks
@@ -89,14 +100,10 @@ class DecodeScheduler:
             self._giving_way = None
             self.num_preemptions += 1
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        try:
-            self._tables.grow(sequence, num_tokens)
-        except OutOfBlocks:
-            if self._giving_way is None:
-                self._giving_way = next(other for other in reversed(self._requests) if other.blocks)
-            return False
-        return True
+    def _make_way(self) -> None:
+        """Somebody found no block."""
+        if self._giving_way is None:
+            self._giving_way = next(other for other in reversed(self._requests) if other.blocks)
 
     def _readmit(self, sequence: Sequence) -> bool:
         """Give a preempted request the blocks for all its tokens and one more, or nothing."""

@@ -67,6 +67,9 @@ class RunningStep:
     def results(self, chunks: Seq[Chunk]) -> list[ChunkResult]:
         """One a chunk, once the device has passed ``end``."""
         sampled = self.packed.sampled
+        if self.packed.decodes and self.draws.logprobs is None:
+            ids: list[int] = self.draws.token_ids.tolist()
+            return [ChunkResult(i) if i >= 0 else NO_NUMBERS for i in ids[: len(chunks)]]  # rows are in their order
         drawn = zip(sampled, self.draws.each(_num_top(sampled) if self.draws.logprobs is not None else ()), strict=True)
         results = {id(chunk): _result(own) for chunk, own in drawn if chunk is not None}
         for chunk, forks in self._forks():

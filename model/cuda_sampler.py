@@ -4,7 +4,8 @@ What a request wants is noted once, by its seat; a step gathers the columns that
 of `sampler`, whose results these are but for rounding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import inf
 
@@ -13,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..core.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
-from ..core.sequence import Chunk, Draw
+from ..core.request import MAX_LOGPROBS, TokenLogprobs
+from ..core.sequence import Chunk, Draw, Sequence
 from ..kernels.penalties import add_at, count_tokens, penalise
 from ..kernels.reference import IN_PROMPT, Penalties, SamplingTensors
 from ..kernels.sampling import sample, top_logprobs
@@ -37,7 +38,7 @@ class HostLogprobs:
     top_ids: Tensor
     top_logprobs: Tensor
 
-    def rows(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    def rows(self, num_top: Seq[int]) -> list[TokenLogprobs]:
         """One for each of the first rows, with so many alternatives each."""
         columns = (self.token_logprobs.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist())
         return [TokenLogprobs(own, ids[:n], top[:n]) for own, ids, top, n in zip(*columns, num_top, strict=False)]
@@ -50,7 +51,7 @@ class HostDraws:
     token_ids: Tensor
     logprobs: HostLogprobs | None
 
-    def each(self, num_top: Sequence[int | None]) -> list[Draw]:
+    def each(self, num_top: Seq[int | None]) -> list[Draw]:
         """With so many alternatives each, or no log-probabilities."""
         ids: list[int] = self.token_ids.tolist()
         if self.logprobs is None:
@@ -65,6 +66,10 @@ class Wishes:
     def __init__(self, num_seats: int) -> None:
         num_rows = num_seats + 1
         self.is_plain = np.full(num_rows, True)
+        self.has_bias = np.full(num_rows, False)
+        self.has_logprobs = np.full(num_rows, False)
+        self.num_prompt = np.zeros(num_rows, np.int64)
+        self.num_barred = np.zeros(num_rows, np.int64)
         self.top_p = np.ones(num_rows, np.float64)
         self.seed = np.zeros(num_rows, np.int64)
         self.temperature = np.zeros(num_rows, np.float32)
@@ -74,10 +79,15 @@ class Wishes:
         self.presence = np.zeros(num_rows, np.float32)
         self.frequency = np.zeros(num_rows, np.float32)
 
-    def note(self, seat: int, params: SamplingParams) -> None:
+    def note(self, seat: int, sequence: Sequence) -> None:
+        params = sequence.request.params
         is_greedy = params.is_greedy or params.top_k == 1
         is_adjusted = params.has_penalties or params.min_tokens > 0 or bool(params.logit_bias or params.grammar)
         self.is_plain[seat] = is_greedy and not is_adjusted and params.logprobs is None
+        self.has_bias[seat] = bool(params.logit_bias)
+        self.has_logprobs[seat] = params.logprobs is not None
+        self.num_prompt[seat] = sequence.num_prompt
+        self.num_barred[seat] = params.min_tokens
         self.top_p[seat] = params.top_p
         self.seed[seat] = _wrapped([params.seed or 0])[0]
         self.temperature[seat] = params.temperature
@@ -86,6 +96,18 @@ class Wishes:
         self.repetition[seat] = params.repetition_penalty
         self.presence[seat] = params.presence_penalty
         self.frequency[seat] = params.frequency_penalty
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows that are drawn from: the chunk and the seat of each, ``None`` and -1 where nothing is wanted.
+
+    ``indices int64`` are those of the tokens drawn, in the output.
+    """
+
+    chunks: Seq[Chunk | None]
+    seats: NDArray[np.int32]
+    indices: NDArray[np.int64]
 
 
 class CudaSampler:
@@ -101,15 +123,14 @@ class CudaSampler:
         self._num_places = num_seats
         self._counts: Tensor | None = None
 
-    def seat(self, newcomers: Sequence[Seat]) -> None:
+    def seat(self, newcomers: Seq[Seat]) -> None:
         """Note what newcomers want; call it before the step's own rows are sampled."""
         for seat in newcomers:
-            params = seat.sequence.request.params
-            self._wishes.note(seat.number, params)
+            self._wishes.note(seat.number, seat.sequence)
             if (place := int(self._places[seat.number])) >= 0:
                 self._free_places.append(place)
                 self._places[seat.number] = -1
-            if params.has_penalties:
+            if seat.sequence.request.params.has_penalties:
                 self._places[seat.number] = self._free_places.pop()
                 self._count_known(seat)
 
@@ -126,25 +147,24 @@ class CudaSampler:
         drawing = [(place, chunk) for place in packed.forked if (chunk := packed.sampled[place]) is not None]
         seeds = [fork.seed for _, chunk in drawing for fork in forks_of(chunk)]
         places = [place for place, chunk in drawing for _ in forks_of(chunk)]
-        chunks, seats = [packed.sampled[place] for place in places], packed.sampled_seats[places]
+        rows = self._rows(packed, places)
         own = logits[self._to_device(np.array(places))]
         masks = self._on_device(constrained.masks().of(places) if constrained is not None else None)
-        drawn = sample(self._adjust(chunks, seats, own, masks), self._tensors(chunks, seats, _wrapped(seeds)))
-        logprobs = self._logprobs(own, drawn, MAX_LOGPROBS) if _want_logprobs(chunks) else None
+        drawn = sample(self._adjust(rows, own, masks), self._tensors(rows, _wrapped(seeds)))
+        logprobs = self._logprobs(own, drawn, MAX_LOGPROBS) if self._want_logprobs(rows) else None
         return HostDraws(self._to_host(drawn), logprobs)
 
     def sample(
         self, packed: PackedStep, logits: Tensor, constrained: ConstrainedStep | None = None
     ) -> HostLogprobs | None:
         """Draw a token for each row of ``logits [num_sampled, vocab]``; the log-probabilities if any row wants them."""
-        chunks, seats = packed.sampled, packed.sampled_seats
+        rows = self._rows(packed, range(len(packed.sampled)))
         masks = self._on_device(constrained.masks() if constrained is not None else None)
-        adjusted = self._adjust(chunks, seats, logits, masks)
-        drawn = sample(adjusted, self._tensors(chunks, seats, self._wishes.seed[seats]))
+        drawn = sample(self._adjust(rows, logits, masks), self._tensors(rows, self._wishes.seed[rows.seats]))
         self._sampled[: len(drawn)].copy_(drawn)
-        if (self._places[seats] >= 0).any():
-            count_tokens(self._all_counts(), self._to_device(self._places[seats]), drawn)
-        return self._logprobs(logits, drawn, MAX_LOGPROBS) if _want_logprobs(chunks) else None
+        if (self._places[rows.seats] >= 0).any():
+            count_tokens(self._all_counts(), self._to_device(self._places[rows.seats]), drawn)
+        return self._logprobs(logits, drawn, MAX_LOGPROBS) if self._want_logprobs(rows) else None
 
     def score(self, chunk: Chunk, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> list[HostLogprobs]:
         """Log-probabilities of the prompt's tokens behind each of the chunk's rows ``hidden [num_tokens, size]``."""
@@ -155,18 +175,22 @@ class CudaSampler:
 
     # --- what the sampling kernels read --------------------------------------------------------
 
-    def _tensors(
-        self, chunks: Sequence[Chunk | None], seats: NDArray[np.int32], seeds: NDArray[np.int64]
-    ) -> SamplingTensors:
-        wishes = self._wishes
-        indices = np.array([0 if c is None else c.output_index for c in chunks], dtype=np.int64)
+    def _rows(self, packed: PackedStep, places: Seq[int]) -> _Rows:
+        chunks, seats = [packed.sampled[place] for place in places], packed.sampled_seats[places]
+        return _Rows(chunks, seats, packed.arrays.lengths[places] - self._wishes.num_prompt[seats])
+
+    def _want_logprobs(self, rows: _Rows) -> bool:
+        return bool(self._wishes.has_logprobs[rows.seats].any())
+
+    def _tensors(self, rows: _Rows, seeds: NDArray[np.int64]) -> SamplingTensors:
+        wishes, seats = self._wishes, rows.seats
         return SamplingTensors(
             temperature=self._to_device(wishes.temperature[seats]),
             top_k=self._to_device(wishes.top_k[seats]),
             top_p=self._to_device(wishes.top_p[seats]),
             min_p=self._to_device(wishes.min_p[seats]),
             seed=self._to_device(seeds),
-            output_index=self._to_device(indices),
+            output_index=self._to_device(rows.indices),
             any_top_k=bool((wishes.top_k[seats] > 0).any()),
             any_top_p=bool((wishes.top_p[seats] < 1).any()),
         )
@@ -177,18 +201,16 @@ class CudaSampler:
         bits = self._to_device(masks.bits.numpy()).view(masks.bits.shape)
         return TokenMasks(self._to_device(masks.rows.numpy()), bits)
 
-    def _adjust(
-        self, chunks: Sequence[Chunk | None], seats: NDArray[np.int32], logits: Tensor, masks: TokenMasks | None
-    ) -> Tensor:
+    def _adjust(self, rows: _Rows, logits: Tensor, masks: TokenMasks | None) -> Tensor:
         """Bias, penalties, barred tokens, grammars, in this order; ``logits`` where there are none, else a copy."""
-        wishes = self._wishes
-        sampled = [(row, chunk) for row, chunk in enumerate(chunks) if chunk is not None]
+        wishes, seats = self._wishes, rows.seats
         biases = [
             (row, token_id, bias)
-            for row, chunk in sampled
+            for row, chunk in _chosen(rows.chunks, wishes.has_bias[seats])
             for token_id, bias in chunk.sequence.request.params.logit_bias.items()
         ]
-        barred = [(row, token_id, -inf) for row, c in sampled for token_id in set(sampling_row(c).barred_ids)]
+        early = _chosen(rows.chunks, rows.indices < wishes.num_barred[seats])
+        barred = [(row, token_id, -inf) for row, c in early for token_id in set(sampling_row(c).barred_ids)]
         places = self._places[seats]
         is_penalised = bool((places >= 0).any())
         if not (biases or barred or is_penalised or masks):
@@ -203,7 +225,7 @@ class CudaSampler:
             masks.apply(logits)
         return logits
 
-    def _add(self, logits: Tensor, entries: Sequence[tuple[int, int, float]]) -> None:
+    def _add(self, logits: Tensor, entries: Seq[tuple[int, int, float]]) -> None:
         if entries:
             rows, token_ids, values = zip(*entries, strict=True)
             columns = (np.array(rows, np.int32), np.array(token_ids, np.int32), np.array(values, np.float32))
@@ -245,10 +267,11 @@ class CudaSampler:
         return host
 
 
-def _wrapped(seeds: Sequence[int]) -> NDArray[np.int64]:
+def _wrapped(seeds: Seq[int]) -> NDArray[np.int64]:
     """Their lowest 64 bits."""
     return np.array([seed & ((1 << 64) - 1) for seed in seeds], dtype=np.uint64).astype(np.int64)
 
 
-def _want_logprobs(chunks: Sequence[Chunk | None]) -> bool:
-    return any(chunk is not None and chunk.sequence.request.params.logprobs is not None for chunk in chunks)
+def _chosen(chunks: Seq[Chunk | None], are_chosen: NDArray[np.bool_]) -> list[tuple[int, Chunk]]:
+    """With their rows."""
+    return [(row, c) for row in map(int, np.flatnonzero(are_chosen)) if (c := chunks[row]) is not None]

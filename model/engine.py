@@ -76,7 +76,6 @@ class Engine:
         end = 0
         for part, chunks in step.shares:
             start, end = end, end + len(chunks)
-            part.apply(list(zip(chunks, results[start:end], strict=True)), now)
-            for chunk in chunks:
-                self._tables.step_done(chunk)
+            part.apply(zip(chunks, results[start:end], strict=True), now)
+            self._tables.step_done(*chunks)
         self.tell_progress(step, now)

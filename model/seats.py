@@ -5,6 +5,7 @@ blocks with it. Seats outlive their sequences until others need them: steps in f
 the one that writes it anew.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..core.sequence import Sequence
@@ -12,12 +13,13 @@ from ..core.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """``num_blocks`` columns are on the device as of step ``step``."""
+    """``num_blocks`` columns are on the device as of step ``step``, whose row ``place`` is the sequence's."""
 
     number: int
     sequence: Sequence
     step: int
     num_blocks: int = 0
+    place: int = -1
 
 
 class Seats:
@@ -41,6 +43,11 @@ class Seats:
             self._newcomers.append(seat)
         seat.step = step
         return seat
+
+    def keep(self, seats: Iterable[Seat], step: int) -> None:
+        """The same as in the step before, in the same places."""
+        for seat in seats:
+            seat.step = step
 
     def end_step(self) -> tuple[Seat, ...]:
         """Those seated since the last call."""

@@ -1,14 +1,14 @@
 """What a step uploads: everything the device must learn, as arrays of int32, packed by the host without the device."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.sequence import Chunk
-from .executor import BlockCopies, block_copies, forks_of, is_in_prompt, known_ids, wants_all_rows
+from ..core.sequence import Chunk, Sequence
+from .executor import BlockCopies, block_copies, forks_of, known_ids, wants_all_rows
 from .seats import Seat, Seats
 from .step_shapes import StepShape, StepShapes
 
@@ -19,6 +19,9 @@ MAX_CONTEXT_AS_PROMPTS = 1 << 16
 then, 2 ms of an 8B model on an H200, while launching a step without a graph takes 20."""
 
 Ints = NDArray[np.int32]
+
+NO_SEGMENTS: Ints = np.zeros((0, 4), dtype=np.int32)
+NO_BLOCKS: Ints = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class PackedStep:
     ``sampled [num_sequences]`` are the chunks whose tokens are drawn, ``None`` where none is wanted; ``sampled_seats``
     their seats, or -1. ``scored`` are the chunks whose prompts' log-probabilities, or pooled hidden states, are wanted,
     ``forked`` the places among ``sampled`` of those whose forks draw too. ``newcomers`` were seated by this step.
-    ``copies`` come before all else.
+    ``copies`` come before all else. ``decodes`` are the sequences of a step in which each computes a token of its
+    output and draws the next, in the order of the chunks, with their ``seats``; of other steps there are none.
     """
 
     number: int
@@ -63,10 +67,8 @@ class PackedStep:
     forked: tuple[int, ...]
     newcomers: tuple[Seat, ...]
     copies: BlockCopies | None
-
-    def places(self) -> dict[int, int]:
-        """Where the token of each sequence is among those drawn, by the sequence's ``id``."""
-        return {id(chunk.sequence): place for place, chunk in enumerate(self.sampled) if chunk is not None}
+    decodes: list[Sequence]
+    seats: list[Seat]
 
 
 class StepPacker:
@@ -86,17 +88,54 @@ class StepPacker:
         prompts where the step then has a graph.
         """
         self._number += 1 if previous is not None else 2
+        if previous is not None and _is_repeated(previous, chunks):
+            return self._repeat(previous, chunks)
         decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
         prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
         if decodes and prompts and self._has_graph(decodes, prompts):
             decodes, prompts = [], list(chunks)
         shape = self._shapes.padded(len(decodes), _sizes(prompts))
-        step = _StepInMaking(shape, self._number, self._block_size, self._seats, previous.places() if previous else {})
+        step = _StepInMaking(shape, self._number, self._block_size, self._seats)
         if decodes:
             step.add_decodes(decodes)
         if prompts:
             step.add_prompts(prompts)
         return step.packed(block_copies(chunks, self._block_size))
+
+    def _repeat(self, previous: PackedStep, chunks: Seq[Chunk]) -> PackedStep:
+        """``previous`` again, each sequence a token further, which is most steps: only new blocks are looked for."""
+        before, num_rows = previous.arrays, len(chunks)
+        rows, positions, slots = before.rows.copy(), before.positions + 1, before.slots + 1
+        rows[:num_rows, 1] = np.arange(num_rows)
+        for index in map(int, np.flatnonzero(positions[:num_rows] % self._block_size == 0)):
+            column = int(positions[index]) // self._block_size
+            block = chunks[index].blocks[column]
+            rows[index, 3:5] = column, block
+            slots[index] = block * self._block_size
+            previous.seats[index].num_blocks = column + 1
+        lengths = positions + 1
+        for column_of_padding, fill in ((positions, 0), (slots, NO_SLOT), (lengths, 0)):
+            column_of_padding[num_rows:] = fill
+        self._seats.keep(previous.seats, self._number)
+        return replace(
+            previous,
+            number=self._number,
+            arrays=replace(
+                before,
+                token_ids=np.zeros_like(before.token_ids),
+                positions=positions,
+                slots=slots,
+                lengths=lengths,
+                rows=rows,
+                segments=NO_SEGMENTS,
+                blocks=NO_BLOCKS,
+            ),
+            sampled=(*chunks, *previous.sampled[num_rows:]),
+            scored=(),
+            forked=(),
+            newcomers=(),
+            copies=None,
+        )
 
     def _has_graph(self, decodes: Seq[Chunk], prompts: Seq[Chunk]) -> bool:
         """Whether they have one when all of them count as prompts, and are worth it."""
@@ -104,20 +143,22 @@ class StepPacker:
         return shape in self._graphed and sum(chunk.end for chunk in decodes) <= MAX_CONTEXT_AS_PROMPTS
 
 
+def _is_repeated(previous: PackedStep, chunks: Seq[Chunk]) -> bool:
+    """Whether those of the step before, and no others, compute the token that it draws, and draw the next."""
+    if len(chunks) != len(previous.decodes):
+        return False
+    return previous.decodes == [chunk.sequence for chunk in chunks if chunk.samples and chunk.copy_from is None]
+
+
 class _StepInMaking:
-    """Collects a step, column by column: in Python a loop over 256 sequences costs as much as all of numpy here.
+    """Collects a step, column by column: in Python a loop over 256 sequences costs as much as all of numpy here."""
 
-    ``place_of`` says where the step before drew a sequence's pending token.
-    """
-
-    def __init__(
-        self, shape: StepShape, number: int, block_size: int, seats: Seats, place_of: Mapping[int, int]
-    ) -> None:
+    def __init__(self, shape: StepShape, number: int, block_size: int, seats: Seats) -> None:
         self._shape = shape
         self._number = number
         self._block_size = block_size
         self._seats = seats
-        self._place_of = place_of
+        self._taken: list[Seat] = []
         self._chunks: list[Chunk | None] = []
         self._prompts: Seq[Chunk] = ()
         self._token_ids: list[Ints] = []
@@ -146,15 +187,18 @@ class _StepInMaking:
         """Sequences ``first`` on, and those of their blocks that their seats do not know."""
         self._chunks += [*chunks, *[None] * (num_padded - len(chunks))]
         seats = [self._seats.take(chunk.sequence, self._number) for chunk in chunks]
+        self._taken += seats
         here = slice(first, first + len(chunks))
         self._lengths[here] = [chunk.start + chunk.num_tokens for chunk in chunks]
         last_columns = (self._lengths[here] - 1) // self._block_size
         known = _ints(seat.num_blocks for seat in seats)
         for index in map(int, np.flatnonzero(known <= last_columns)):
             self._grow(seats[index], chunks[index], int(last_columns[index]))
-        rows, place_of = self._rows[here], self._place_of
+        rows = self._rows[here]
         rows[:, 0] = self._last_rows[here]
-        rows[:, 1] = [place_of[id(chunk.sequence)] if chunk.takes_pending else -1 for chunk in chunks]
+        rows[:, 1] = [seat.place if chunk.takes_pending else -1 for seat, chunk in zip(seats, chunks, strict=True)]
+        for place, seat in enumerate(seats, first):
+            seat.place = place
         rows[:, 2] = [seat.number for seat in seats]
         rows[:, 3] = last_columns
         rows[:, 4] = [chunk.blocks[last] for chunk, last in zip(chunks, last_columns.tolist(), strict=True)]
@@ -168,9 +212,11 @@ class _StepInMaking:
 
     def packed(self, copies: BlockCopies | None) -> PackedStep:
         chunks = self._chunks
-        in_prompt = [(place, c) for place, c in enumerate(chunks) if c is not None and is_in_prompt(c)]
+        in_prompt = [(p, c) for p, c in enumerate(chunks) if c is not None and c.start < c.sequence.num_prompt]
         scored = [place for place, chunk in in_prompt if wants_all_rows(chunk)]
         sampled = tuple([chunk if chunk is not None and chunk.samples else None for chunk in chunks])
+        decodes = [chunk.sequence for chunk in sampled if chunk is not None]
+        is_simple = not (self._shape.num_prompts or in_prompt) and len(decodes) == len(self._taken)
         return PackedStep(
             number=self._number,
             shape=self._shape,
@@ -181,6 +227,8 @@ class _StepInMaking:
             forked=tuple([place for place, chunk in in_prompt if forks_of(chunk)]),
             newcomers=self._seats.end_step(),
             copies=copies,
+            decodes=decodes if is_simple else [],
+            seats=self._taken if is_simple else [],
         )
 
     def _arrays(self, scored: Seq[int]) -> StepArrays:

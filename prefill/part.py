@@ -15,7 +15,7 @@ A request with forks is one job: its prompt is computed and shipped once, then e
 own. A choice may be aborted alone; the job ends with the last of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -248,7 +248,7 @@ class PrefillPart:
         num_blocks = layout.num_blocks_for(num_tokens) if is_all else num_tokens // layout.block_size
         self._act(job, job.sender.written(groups, num_blocks, now), now)
 
-    def apply(self, done: Seq[tuple[Chunk, ChunkResult]], now: float) -> None:
+    def apply(self, done: Iterable[tuple[Chunk, ChunkResult]], now: float) -> None:
         """All first tokens are told before any KV is pushed, which takes a while."""
         going_on: list[tuple[Job, list[int | None]]] = []
         for chunk, result in done:

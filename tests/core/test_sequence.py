@@ -3,7 +3,7 @@
 import pytest
 
 from crossdock.core.request import Request, RequestId, SamplingParams, pack_ids
-from crossdock.core.sequence import Chunk, ChunkResult, FinishReason, Sequence, settle, take_chunk
+from crossdock.core.sequence import Chunk, ChunkResult, FinishReason, Sequence, settle, take_chunk, take_next
 
 STOP_ID = 99
 
@@ -86,3 +86,41 @@ def test_a_chunk_keeps_the_blocks_it_was_planned_with() -> None:
     sequence.blocks += [9]
     sequence.blocks = []
     assert chunk.blocks[:2] == [4, 2]
+
+
+def fields(chunk: Chunk) -> list[object]:
+    return [getattr(chunk, name) for name in Chunk.__struct_fields__ if name != "sequence"]
+
+
+def decoding(max_tokens: int = 9) -> Sequence:
+    """Its first token is known; it has two blocks."""
+    sequence = sequence_of(5, max_tokens)
+    sampled(take_chunk(sequence, 5), 50)
+    return sequence
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_the_next_token_of_one_that_decodes_is_taken_as_any_chunk(is_ahead: bool) -> None:
+    one, other = decoding(), decoding()
+    if is_ahead:
+        take_chunk(one, 1)
+        take_chunk(other, 1)
+    taken = take_next(one, block_size=4)
+    assert taken is not None
+    assert taken.sequence is one
+    assert fields(taken) == fields(take_chunk(other, 1))
+    counts = [(s.num_scheduled, s.num_in_flight, s.num_pending, s.num_computed) for s in (one, other)]
+    assert counts[0] == counts[1]
+
+
+def test_nothing_is_taken_where_something_else_must_be_done_first() -> None:
+    prompt, at_limit, forked, full = sequence_of(5), decoding(max_tokens=1), decoding(), decoding()
+    forked.may_share_tail = True
+    preempted = decoding()
+    preempted.blocks, preempted.num_scheduled, preempted.num_computed = [], 0, 0
+    copying = decoding()
+    copying.copy_from = 3
+    for sequence, block_size in ((prompt, 4), (at_limit, 4), (forked, 4), (full, 2), (preempted, 4), (copying, 4)):
+        before = (sequence.num_scheduled, sequence.num_in_flight, sequence.num_pending)
+        assert take_next(sequence, block_size) is None
+        assert (sequence.num_scheduled, sequence.num_in_flight, sequence.num_pending) == before

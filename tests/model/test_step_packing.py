@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crossdock.core.sequence import Chunk, ChunkResult, Sequence, settle, take_chunk
-from crossdock.model.step_packing import Ints, PackedStep, StepPacker
+from crossdock.model.step_packing import Ints, PackedStep, StepArrays, StepPacker
 from crossdock.model.step_shapes import StepShape, StepShapes
 
 from ..parts import request
@@ -118,7 +118,6 @@ def test_decode_rows_come_first_and_are_padded_with_rows_that_store_nothing() ->
     assert arrays.outputs.tolist() == [0, 1, 2, 3, 1043, 0, 0, 0]
     assert arrays.query_starts.tolist() == [0, 1040, 1040, 1040, 1040]
     assert [place for place, one in enumerate(packed.sampled) if one is not None] == [0, 1, 2, 4]
-    assert packed.places() == {id(one): place for one, place in zip([*decodes, prompt], (0, 1, 2, 4), strict=True)}
 
 
 def test_decodes_beside_a_prompt_count_as_prompts_where_the_step_then_has_a_graph() -> None:
@@ -146,6 +145,49 @@ def test_all_rows_of_a_scored_prompt_are_put_out_behind_the_last_ones() -> None:
     packed = packer().pack([chunk(sequence(1, 1, scored=True), 1), chunk(sequence(3, 2, scored=True), 3)], None)
     assert packed.arrays.outputs.tolist() == [0, 3, 0, 0, 0, 1, 2, 3]
     assert [one.num_tokens for one in packed.scored] == [1, 3]
+
+
+def steps_of_five(pack: StepPacker, num_steps: int) -> list[PackedStep]:
+    """Prompts of different lengths, then decodes a step ahead of their tokens; blocks are 10, 11, .. for the first."""
+    sequences = [sequence(2 + n, *range(10 * n + 10, 10 * n + 20)) for n in range(5)]
+    packed = [pack.pack([chunk(one, one.num_prompt) for one in sequences], None)]
+    for _ in range(num_steps):
+        packed.append(pack.pack([chunk(one, 1) for one in sequences], packed[-1]))
+        finish(packed[-2])
+    return packed
+
+
+def test_a_step_of_the_same_sequences_is_packed_as_if_they_were_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seats too: what comes later, here a step without the second sequence, finds them as it should."""
+
+    def later(pack: StepPacker, before: PackedStep) -> PackedStep:
+        return pack.pack([chunk(one, 1) for one in (before.decodes[0], *before.decodes[2:])], before)
+
+    repeating, others = packer(), packer()
+    quick = steps_of_five(repeating, 9)
+    quick.append(later(repeating, quick[-1]))
+    monkeypatch.setattr("crossdock.model.step_packing._is_repeated", lambda previous, chunks: False)
+    plain = steps_of_five(others, 9)
+    plain.append(later(others, plain[-1]))
+    assert [step.seats is quick[1].seats for step in quick] == [False, *[True] * 9, False]
+    for one, other in zip(quick, plain, strict=True):
+        assert (one.number, one.shape, one.newcomers == ()) == (other.number, other.shape, other.newcomers == ())
+        for name in StepArrays.__dataclass_fields__:
+            ours, theirs = getattr(one.arrays, name), getattr(other.arrays, name)
+            assert (name, ours.dtype, ours.tolist()) == (name, theirs.dtype, theirs.tolist())
+        assert one.sampled_seats.tolist() == other.sampled_seats.tolist()
+        spans = [
+            [c and (c.start, c.takes_pending, c.sequence.num_prompt) for c in step.sampled] for step in (one, other)
+        ]
+        assert spans[0] == spans[1]
+
+
+def test_who_repeats_takes_the_pending_token_and_the_next_block() -> None:
+    packed = steps_of_five(packer(), 3)[-1]
+    assert packed.arrays.positions.tolist() == [4, 5, 6, 7, 8, 0, 0, 0]
+    assert row(packed, 0) == (0, 0, 1, 11)
+    assert packed.arrays.slots.tolist() == [44, 85, 126, 167, 208, -1, -1, -1]
+    assert (packed.newcomers, packed.copies, segments(packed)) == ((), None, [])
 
 
 def test_seats_go_to_others_only_when_none_is_free() -> None:
