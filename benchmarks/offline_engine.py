@@ -46,7 +46,10 @@ class Answer:
 
 @dataclass(slots=True)
 class StepTimes:
-    """What the loop's thread did, in seconds: planning and queueing, waiting for the device, giving out results."""
+    """What the loop's thread did, in seconds: planning and queueing, waiting for the device, giving out results.
+
+    What becomes of emitted tokens is not counted: a worker sends them in one message.
+    """
 
     launch: list[float] = field(default_factory=list)
     wait: list[float] = field(default_factory=list)
