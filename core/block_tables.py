@@ -10,7 +10,7 @@ partial last one, at the step in which it first writes there, as long as others 
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from .block_hash import BlockHasher
+from .block_hash import HASH_BYTES, BlockHasher
 from .block_pool import BlockPool
 from .prefix_cache import PrefixCache
 from .request import Request
@@ -146,6 +146,34 @@ class BlockTables:
         if sequence.num_in_flight == 0:
             self.pool.give_back(sequence.blocks)
             sequence.blocks = []
+
+    def prompt_hashes(self, sequence: Sequence) -> bytes:
+        """Of the full blocks of its prompt, one after the other; empty if nothing is ever published here."""
+        return b"".join(self._hashes(sequence, 0, sequence.num_prompt // self.block_size))
+
+    def believe(self, sequence: Sequence, hashes: bytes) -> bool:
+        """Take `prompt_hashes` from another worker for a new sequence; false if they are not those of its prompt.
+
+        Only the first and the last are made here again. That finds another key, model, salt or block size, and blocks
+        that are too many, missing or displaced. A forged chain between them could give the request KV of other tokens,
+        or publish its KV under their name. That takes a worker with the cluster's key, and such a worker can do as much
+        with the KV itself, which nobody can check.
+        """
+        assert not sequence.block_hashes, "a new sequence has no hashes"
+        if not (self.prefixes.is_enabled and hashes):
+            return True
+        size, num_blocks = self.block_size, sequence.num_prompt // self.block_size
+        if len(hashes) != num_blocks * HASH_BYTES:
+            return False
+        told = [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
+        salt, ids = sequence.request.salt, sequence.token_ids
+        first = self._hasher.hashes(ids[:size].tobytes(), salt)
+        parent = told[-2] if num_blocks > 1 else None
+        last = self._hasher.hashes(ids[(num_blocks - 1) * size : num_blocks * size].tobytes(), salt, parent)
+        if [*first, *last] != [told[0], told[-1]]:
+            return False
+        sequence.block_hashes = told
+        return True
 
     def _hashes(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
         """Of blocks ``start`` to ``end``; kept with the sequence, whose known tokens never change."""

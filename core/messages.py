@@ -13,7 +13,7 @@ from .kv_layout import KvLayout
 from .request import Request, RequestId, TokenLogprobs, TransferId
 from .sequence import FinishReason
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """`Envelope` and `Refused` keep their form in all versions, so that a process hears why another will not have it."""
 
 Incarnation = NewType("Incarnation", str)
@@ -294,11 +294,16 @@ class NotHeld(Message, frozen=True, tag="not_held"):
 
 
 class Offer(Message, frozen=True, tag="offer"):
-    """Prefill to decode, when the first chunk starts. Block hashes follow from the request itself."""
+    """Prefill to decode, when the first chunk starts.
+
+    ``block_hashes`` are those of the prompt's full blocks, one after the other, which the sender knows and would take
+    the receiver 0.25 ms a prompt of 8,192 tokens (`BlockTables.believe`); empty if the sender makes none.
+    """
 
     transfer_id: TransferId
     request: Request
     router: Peer
+    block_hashes: bytes = b""
 
 
 class Reservation(Message, frozen=True, tag="reservation"):

@@ -107,6 +107,7 @@ class Arrivals:
         self._reminders: list[tuple[float, int, Arrival]] = []
         self._numbers = count()
         self._queue: list[Arrival] = []
+        self._no_room: tuple[Arrival, int, int] | None = None
         self._aborted: dict[RequestId, float] = {}
 
     @property
@@ -147,13 +148,15 @@ class Arrivals:
             return
         request = offer.request
         wanted = {choice.request_id for choice in request.choices} - self._aborted.keys()
-        reason = refuse_unfit(request, self._card)
-        if not wanted:
-            reason = "the request was aborted"
+        reason = refuse_unfit(request, self._card) if wanted else "the request was aborted"
         if reason is not None:
             self._outbox.send(sender, Rejected(transfer_id=offer.transfer_id, reason=reason))
             return
         sequence = Sequence.of(request)
+        if not self._tables.believe(sequence, offer.block_hashes):
+            reason = "the block hashes are not those of the prompt"
+            self._outbox.send(sender, Rejected(transfer_id=offer.transfer_id, reason=reason))
+            return
         self._may_run(sequence)  # asked so early, its grammar compiles while its KV is on its way
         arrival = Arrival(offer.transfer_id, wanted, request.priority, offer.router, sender, sequence)
         self._arrivals[offer.transfer_id] = arrival
@@ -161,9 +164,23 @@ class Arrivals:
         self.reserve(now)
 
     def reserve(self, now: float) -> None:
-        """Answer queued offers, in order, as long as there is room."""
-        while self._queue and self._reserve(self._queue[0], now):
-            self._queue.pop(0)
+        """Answer queued offers, in order, as long as there is room.
+
+        The first is tried again when something has changed: to look for its prefix takes 0.1 ms.
+        """
+        while self._queue and (state := self._state_of_queue()) != self._no_room:
+            if self._reserve(self._queue[0], now):
+                self._queue.pop(0)
+            else:
+                self._no_room = state
+
+    def _state_of_queue(self) -> tuple[Arrival, int, int]:
+        """The first offer, and what decides whether there is room for it.
+
+        A prefix that is published meanwhile counts too, but belongs to somebody whose end makes room.
+        """
+        first = self._queue[0]
+        return first, self._num_copies(first), self._tables.pool.num_available - self._num_held_back()
 
     def _reserve(self, arrival: Arrival, now: float) -> bool:
         """Blocks for the whole prompt: what this worker's prefix cache holds, and new ones for the rest.

@@ -226,7 +226,12 @@ class PrefillPart:
         self.num_cached_tokens += job.num_cached
         if job.task.decode == self._me or job.task.request.max_tokens <= 1:
             return
-        offer = Offer(transfer_id=job.task.transfer_id, request=job.task.request, router=job.router)
+        offer = Offer(
+            transfer_id=job.task.transfer_id,
+            request=job.task.request,
+            router=job.router,
+            block_hashes=self._tables.prompt_hashes(sequence),
+        )
         layout = self._card.layout
         num_blocks = layout.num_blocks_for(sequence.num_prompt)
         num_groups = self._card.num_layer_groups

@@ -294,3 +294,45 @@ def test_without_prefix_cache_nothing_is_hashed_found_or_kept() -> None:
     assert (first.block_hashes, first.num_published) == ([], 0)
     assert worker.num_cached(PROMPT) == 0
     assert worker.pool.books() == EMPTY
+
+
+# --- hashes that another worker tells --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2], PROMPT[:4], PROMPT, list(range(40))], ids=len)
+def test_hashes_that_another_worker_tells_are_those_that_are_made_here(tokens: list[int]) -> None:
+    told = Worker.of().tables.prompt_hashes(sequence_of(tokens, b"s"))
+    assert told == b"".join(HASHER.hashes(pack_ids(tokens), b"s"))
+    sequence = sequence_of(tokens, b"s")
+    assert Worker.of().tables.believe(sequence, told)
+    assert b"".join(sequence.block_hashes) == told
+
+
+TOLD = b"".join(HASHER.hashes(pack_ids(PROMPT)))
+
+
+NOT_OF_THE_PROMPT = {
+    "too few": TOLD[:16],
+    "too many": TOLD + TOLD[:16],
+    "a part of one": TOLD[:20],
+    "in another order": TOLD[16:] + TOLD[:16],
+    "with another salt": b"".join(HASHER.hashes(pack_ids(PROMPT), b"s")),
+    "with another key": b"".join(BlockHasher(b"k", model_root(KEY, "tiny@1", LAYOUT), 4).hashes(pack_ids(PROMPT))),
+    "of another model": b"".join(BlockHasher(KEY, model_root(KEY, "m", LAYOUT), 4).hashes(pack_ids(PROMPT))),
+    "of another prompt": b"".join(HASHER.hashes(pack_ids(PROMPT[::-1]))),
+}
+
+
+@pytest.mark.parametrize("told", NOT_OF_THE_PROMPT.values(), ids=NOT_OF_THE_PROMPT)
+def test_hashes_that_are_not_those_of_the_prompt_are_not_believed(told: bytes) -> None:
+    sequence = sequence_of(PROMPT)
+    assert not Worker.of().tables.believe(sequence, told)
+    assert sequence.block_hashes == []
+
+
+def test_without_a_prefix_cache_nobody_tells_or_keeps_hashes() -> None:
+    tables, sequence = Worker.of(is_enabled=False).tables, sequence_of(PROMPT)
+    assert tables.prompt_hashes(sequence) == b""
+    assert tables.believe(sequence, TOLD)
+    assert sequence.block_hashes == []
+    assert Worker.of().tables.believe(sequence, b""), "they are made here when they are needed"

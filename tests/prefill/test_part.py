@@ -28,7 +28,7 @@ from crossdock.core.messages import (
 )
 from crossdock.core.part import Delivery, Handover, StepBudget
 from crossdock.core.request import Pooling, Request, RequestId, TokenLogprobs, TransferId
-from crossdock.core.sequence import Chunk, ChunkResult, FinishReason
+from crossdock.core.sequence import Chunk, ChunkResult, FinishReason, Sequence
 from crossdock.prefill.part import PrefillPart
 
 from ..parts import (
@@ -96,7 +96,8 @@ class Bench:
 
 
 def offer(name: str, wanted: Request) -> tuple[Peer, Message]:
-    return DECODE, Offer(transfer_id=TransferId(f"t-{name}"), request=wanted, router=ROUTER)
+    hashes = tables_of(1).prompt_hashes(Sequence.of(wanted))
+    return DECODE, Offer(transfer_id=TransferId(f"t-{name}"), request=wanted, router=ROUTER, block_hashes=hashes)
 
 
 def reservation(blocks: list[int], first_missing: int = 0) -> Reservation:
