@@ -17,7 +17,8 @@ DEVICE = "cuda"
 VOCAB_SIZE, NUM_TOKENS = 319, 40
 DRAW = np.random.default_rng(1)
 PROMPTS = [random_prompt(DRAW, int(length), VOCAB_SIZE) for length in DRAW.integers(1, 900, size=32)]
-TRANSPORTS = ["cuda_ipc", "ucx", "nccl", "tcp"]
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL joins no processes on one GPU: needs two")
+TRANSPORTS = ["cuda_ipc", "ucx", pytest.param("nccl", marks=NEEDS_TWO), "tcp"]
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU or two: run benchmarks/gpu_pair.py there"),
