@@ -4,7 +4,17 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from crossdock.core.messages import Abort, Attached, Offer, PoolBooks, RequestFailed, StageTimes, TokenDelta
+from crossdock.core.messages import (
+    Abort,
+    Attached,
+    Incarnation,
+    Offer,
+    Peer,
+    PoolBooks,
+    RequestFailed,
+    StageTimes,
+    TokenDelta,
+)
 from crossdock.core.part import Delivery, Handover, StepBudget
 from crossdock.core.request import Request, RequestId, TransferId
 from crossdock.core.sequence import Chunk, ChunkResult, FinishReason, Sequence
@@ -14,21 +24,32 @@ from crossdock.kvtransfer.pool_bytes import PASSED
 from ..parts import LAYOUT, LEASE_SECONDS, PREFILL, ROUTER, Record, card, free, from_router, request, tables_of
 
 
+class Routers(Record):
+    """Keeps what each router is told, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[Peer, list[TokenDelta]]] = []
+
+    def emit(self, router: Peer, deltas: Seq[TokenDelta]) -> None:
+        self.told.append((router, list(deltas)))
+
+
 class Bench:
-    def __init__(self, num_blocks: int = 8) -> None:
+    def __init__(self, num_blocks: int = 8, outbox: Record | None = None) -> None:
         self.tables = tables_of(num_blocks)
-        self.outbox = Record()
+        self.outbox = outbox or Record()
         group_bytes = (LAYOUT.layer_bytes,) * 2
         self.part = DecodePart(
             card(num_blocks), self.tables, self.outbox, group_bytes, lambda push, payload: PASSED, LEASE_SECONDS
         )
 
-    def adopt(self, wanted: Request, first_token_id: int = 500) -> Sequence:
+    def adopt(self, wanted: Request, first_token_id: int = 500, router: Peer = ROUTER) -> Sequence:
         sequence = Sequence.of(wanted)
         self.tables.grow(sequence, sequence.num_prompt)
         sequence.num_scheduled = sequence.num_computed = sequence.num_prompt
         sequence.append(first_token_id)
-        self.part.adopt(Handover(sequence, ROUTER, ready_at=0.0))
+        self.part.adopt(Handover(sequence, router, ready_at=0.0))
         return sequence
 
     def plan(self) -> list[Chunk]:
@@ -62,6 +83,15 @@ def test_a_request_yields_a_token_a_step_from_index_one_on_and_leaves_nothing_be
     assert bench.finish(bench.plan(), 502) == [token("a", 2, 502, FinishReason.LENGTH)]
     assert (bench.part.num_requests, bench.part.has_work, bench.part.num_output_tokens) == (0, False, 2)
     assert bench.books == free(8, cached=1)
+
+
+def test_each_router_is_told_the_tokens_of_its_own_requests_in_one_call_a_step() -> None:
+    outbox, other = Routers(), Peer("tcp://other", Incarnation("other"))
+    bench = Bench(outbox=outbox)
+    for name, router in (("a", ROUTER), ("b", other), ("c", ROUTER)):
+        bench.adopt(request(name, 15), router=router)
+    bench.finish(bench.plan(), 501, 502, 503)
+    assert outbox.told == [(ROUTER, [token("a", 1, 501), token("c", 1, 503)]), (other, [token("b", 1, 502)])]
 
 
 def test_a_stop_token_that_is_found_after_the_next_step_was_launched_lets_nothing_leak() -> None:

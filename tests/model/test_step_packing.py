@@ -148,9 +148,12 @@ def test_all_rows_of_a_scored_prompt_are_put_out_behind_the_last_ones() -> None:
 
 
 def steps_of_five(pack: StepPacker, num_steps: int) -> list[PackedStep]:
-    """Prompts of different lengths, then decodes a step ahead of their tokens; blocks are 10, 11, .. for the first."""
+    """Prompts of different lengths, then decodes a step ahead of their tokens; blocks are 10, 11, .. for the first.
+
+    The prompts come in the opposite order, so that each token is drawn elsewhere once.
+    """
     sequences = [sequence(2 + n, *range(10 * n + 10, 10 * n + 20)) for n in range(5)]
-    packed = [pack.pack([chunk(one, one.num_prompt) for one in sequences], None)]
+    packed = [pack.pack([chunk(one, one.num_prompt) for one in reversed(sequences)], None)]
     for _ in range(num_steps):
         packed.append(pack.pack([chunk(one, 1) for one in sequences], packed[-1]))
         finish(packed[-2])
@@ -188,6 +191,19 @@ def test_who_repeats_takes_the_pending_token_and_the_next_block() -> None:
     assert row(packed, 0) == (0, 0, 1, 11)
     assert packed.arrays.slots.tolist() == [44, 85, 126, 167, 208, -1, -1, -1]
     assert (packed.newcomers, packed.copies, segments(packed)) == ((), None, [])
+
+
+def test_a_step_in_which_one_computes_its_prompt_or_draws_nothing_is_not_one_of_decodes() -> None:
+    pack, again = packer(), sequence(2, 1, 3)
+    for token_id in (7, 8):
+        again.append(token_id)
+    pack.pack([chunk(again, 2)], None)
+    packed = pack.pack([chunk(again, 1)], None)
+    assert (packed.sampled, packed.decodes, packed.seats) == ((None,), [], [])
+    packed = pack.pack([chunk(again, 1)], packed)
+    assert (packed.decodes, len(packed.seats)) == ([again], 1)
+    packed = pack.pack([chunk(again, 1), chunk(sequence(1, 2), 1)], packed)
+    assert (packed.decodes, packed.seats) == ([], [])
 
 
 def test_seats_go_to_others_only_when_none_is_free() -> None:
