@@ -152,7 +152,6 @@ class DecodePart:
 
     def apply(self, done: Iterable[tuple[Chunk, ChunkResult]], now: float) -> None:
         told: defaultdict[Peer, list[TokenDelta]] = defaultdict(list)
-        router, tell = None, list[TokenDelta]().append  # most have the same router as the one before
         for chunk, result in done:
             sequence = chunk.sequence
             request_id = sequence.request.request_id
@@ -167,10 +166,7 @@ class DecodePart:
             if result.token_id is not None:
                 index = sequence.num_computed - sequence.num_prompt
                 delta = TokenDelta(request_id, index, result.token_id, finish, result.logprobs)
-                if router is not held.handover.router:
-                    router = held.handover.router
-                    tell = told[router].append
-                tell(replace(delta, times=held.times) if index == 1 else delta)
+                told[held.handover.router].append(replace(delta, times=held.times) if index == 1 else delta)
             if finish is not None:
                 self._end(request_id, now)
         for router, deltas in told.items():

@@ -131,8 +131,6 @@ class StepPacker:
                 blocks=NO_BLOCKS,
             ),
             sampled=(*chunks, *previous.sampled[num_rows:]),
-            scored=(),
-            forked=(),
             newcomers=(),
             copies=None,
         )
