@@ -108,10 +108,15 @@ class Fleet:
     def faults(self) -> list[str]:
         """Workers that ended by themselves, or processes too many or too few."""
         faults = [self._end_of(place) for place, worker in self._workers.items() if worker.poll() is not None]
-        addresses = {place.reports_to for place in self._places.values() if place.reports_to}
-        found = {pid for address in addresses for pid in processes_with(f"--router={address}")}
-        wanted = {worker.pid for worker in self._workers.values()}
+        found, wanted = self._processes(), {worker.pid for worker in self._workers.values()}
+        if found != wanted:  # who has just forked to run something else still has its parent's command line
+            time.sleep(0.2)
+            found = self._processes()
         return faults if found == wanted else [*faults, f"there are workers {found}, not {wanted}"]
+
+    def _processes(self) -> set[int]:
+        addresses = {place.reports_to for place in self._places.values() if place.reports_to}
+        return {pid for address in addresses for pid in processes_with(f"--router={address}")}
 
     def _end_of(self, place: str) -> str:
         log = max(self._folder.glob(f"*-{place}.log")).read_text(errors="replace")
@@ -121,7 +126,8 @@ class Fleet:
         """Wait until all workers are in the fleet and linked, nothing is left anywhere and every block is there."""
         deadline = time.monotonic() + seconds
         while not self._is_whole():
-            assert not self.faults, self.faults
+            faults = self.faults
+            assert not faults, faults
             assert time.monotonic() < deadline, f"not whole after {seconds} s: {self._shape()}\n{self.router.log}"
             time.sleep(0.2)
         return self.router.wait_until_nothing_is_left(max(10.0, deadline - time.monotonic()))
